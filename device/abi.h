@@ -1,0 +1,137 @@
+/* What crosses from host to kernel: the configuration a kernel is specialised by, the arguments of a launch, and the
+ * record in which a kernel tells the host what went wrong. Read by C, by the emulator and by NVRTC. */
+#ifndef EP_DEVICE_ABI_H_
+#define EP_DEVICE_ABI_H_
+
+#include "layout.h"
+
+enum { EP_KERNEL_UPDATE = 0, EP_KERNEL_DISPATCH, EP_KERNEL_COMBINE, EP_KERNEL_COUNT };
+
+enum { EP_DTYPE_BYTES = 0, EP_DTYPE_BF16, EP_DTYPE_F16, EP_DTYPE_F32 };
+
+enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
+
+/* Everything a kernel is specialised by, and nothing that changes with the tokens. All fields are uint32_t, so that the
+ * struct's bytes are the cache key. The GPU compiles each field as a constexpr; the emulator reads the same names at
+ * run time. Fields that a kernel does not use are 0. The X-macro is the one list of them. */
+#define EP_CONFIG_FIELDS(X)                                                                                            \
+  X(ranks)                                                                                                             \
+  X(experts)                                                                                                           \
+  X(topk)                                                                                                              \
+  X(rowBytes)  /* token bytes of a row; 0 for update */                                                                \
+  X(dtype)     /* EP_DTYPE_*: combine only */                                                                          \
+  X(layout)    /* EP_LAYOUT_KIND_* */                                                                                  \
+  X(weights)   /* rows carry K FP32 weights: forward dispatch, backward combine */                                     \
+  X(indexBytes) /* 4 or 8: update's topk_idx */                                                                        \
+  X(threads)   /* a block */                                                                                           \
+  X(bulk)      /* the target has bulk copies (SM90 and up) */                                                          \
+  X(bug)       /* emulator's planted faults (device/bugs.h); 0 on GPUs */
+
+typedef struct epConfig {
+#define X(name) uint32_t name;
+  EP_CONFIG_FIELDS(X)
+#undef X
+} epConfig;
+
+/* Why a kernel gave up. */
+enum { EP_ERR_NONE = 0, EP_ERR_TIMEOUT, EP_ERR_ABORT };
+enum {
+  EP_PHASE_NONE = 0,
+  EP_PHASE_UPDATE_COUNTS,   /* waiting for a source's counts */
+  EP_PHASE_UPDATE_META,     /* waiting for a source's meta rows */
+  EP_PHASE_UPDATE_REPLY,    /* waiting for a destination's bases */
+  EP_PHASE_GRID,            /* waiting for blocks of the same kernel */
+  EP_PHASE_DISPATCH_CREDIT, /* waiting for a peer to free its staging */
+  EP_PHASE_DISPATCH_ROWS,   /* waiting for a source's rows */
+  EP_PHASE_COMBINE_CREDIT,
+  EP_PHASE_COMBINE_ROWS
+};
+
+/* Host-visible (mapped) memory, one a group. The kernel fills the fields, then sets `code` last (release). */
+typedef struct epErrorRecord {
+  uint32_t code;     /* EP_ERR_* ; first error wins */
+  uint32_t claimed;  /* taken by the block that reports */
+  uint32_t phase, peer, block;
+  uint32_t expected, seen;
+  uint32_t badIndexCode;          /* 1: some topk_idx was outside [0, E) and not -1 */
+  uint32_t badIndexToken, badIndexK, badIndexValue;
+  uint32_t overflowNeeded;        /* rows the last routing needs, when more than the budget; else 0 */
+  uint32_t pad[4];
+} epErrorRecord;
+
+/* Exact counts for the host (mapped memory, one a handle that asked). `generation` is written last (release). */
+typedef struct epHostCounts {
+  uint32_t generation; /* of the update, 0 = none yet */
+  uint32_t total, totalPadded;
+  uint32_t pad;
+  /* then u32 perSource[R], perExpert[L], perExpertPadded[L] */
+} epHostCounts;
+
+/* Common to all kernels. Pointers are device addresses. */
+typedef struct epGroupArgs {
+  uint8_t *const *windows; /* [R] base address of each rank's window, mine included */
+  uint8_t *scratch;        /* group scratch */
+  epErrorRecord *error;    /* host-visible */
+  uint32_t *abortWord;     /* host-visible: nonzero ends all waits */
+  uint64_t timeoutNs;
+  epWindowLayout window;
+  epScratchLayout scratchLayout;
+  uint32_t rank, maxTokens, stageRows, windowTopk;
+} epGroupArgs;
+
+typedef struct epUpdateArgs {
+  epGroupArgs group;
+  epRecordLayout recordLayout;
+  uint8_t *record;
+  const void *topkIdx; /* [T][K] int32 or int64 */
+  uint32_t tokens;     /* T */
+  uint32_t blocks;     /* grid; all co-resident */
+  uint32_t align;      /* of an expert's zone, 0 and 1: none */
+  uint32_t budget;     /* rows of the output; 0: eager, no bound */
+  /* caller's counters, NULL where not asked for; *Wide: int64 instead of int32 */
+  void *expertCounters, *expertOffsets, *recvTotal;
+  uint32_t expertCountersWide, expertOffsetsWide, recvTotalWide;
+  uint32_t pad;
+  epHostCounts *hostCounts;
+} epUpdateArgs;
+
+typedef struct epDispatchArgs {
+  epGroupArgs group;
+  epRecordLayout recordLayout;
+  const uint8_t *record;
+  const uint8_t *tokens;       /* [T][rowBytes] */
+  const float *weights;        /* [T][K] when cfg.weights */
+  uint8_t *outTokens;          /* [capacity][rowBytes] */
+  float *outWeights;           /* flat [capacity][K], expert-major [capacity]; when cfg.weights */
+  int64_t *outIdx;             /* flat [capacity][K] or NULL */
+  uint32_t numTokens;          /* T */
+  uint32_t capacity;           /* rows of the output */
+  uint32_t fillTail;           /* flat, not eager: set idx and weights of rows past N to -1 and 0 */
+  uint32_t globalIdx;          /* outIdx holds global ids instead of local ones */
+  uint32_t zeroPad;            /* expert-major: zero-fill padding rows */
+  uint32_t pushBlocks, blocks; /* blocks [0, pushBlocks) send, the rest run the epilogue */
+} epDispatchArgs;
+
+typedef struct epCombineArgs {
+  epGroupArgs group;
+  epRecordLayout recordLayout;
+  const uint8_t *record;
+  const uint8_t *tokens;       /* expert outputs [capacity][rowBytes] */
+  const float *weights;        /* flat [capacity][K], expert-major [capacity]; when cfg.weights */
+  uint8_t *outTokens;          /* [T][rowBytes] */
+  float *outWeights;           /* [T][K] when cfg.weights */
+  uint32_t numTokens, capacity;
+  uint32_t pushBlocks, blocks; /* as in dispatch */
+} epCombineArgs;
+
+/* Shared memory of a block. */
+EP_HD uint32_t epUpdateSmem(const epConfig *c) { return 4u * (c->threads / 32) * (c->experts + c->ranks); }
+/* mbarriers (8 bytes a warp, padded to 128), then one row and its weights a warp */
+EP_HD uint32_t epRowBufferBytes(const epConfig *c) {
+  return (uint32_t)epAlignUp((uint64_t)c->rowBytes + (c->weights ? epWeightBytes(c->topk) : 0), 128);
+}
+EP_HD uint32_t epMoveSmem(const epConfig *c) {
+  return c->bulk ? (uint32_t)epAlignUp(8ull * (c->threads / 32), 128) + (c->threads / 32) * epRowBufferBytes(c) : 0;
+}
+
+#endif

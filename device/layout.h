@@ -1,0 +1,178 @@
+/* Every size and offset of the window, of the routing record and of the group's scratch, computed here and nowhere else:
+ * host C and kernels include this file, so they cannot disagree. All offsets are 64-bit byte offsets from the start of
+ * their object; every section starts at a multiple of EP_SECTION_ALIGN.
+ *
+ * Terms: R ranks, E experts, L = E/R local experts, K top-k, B = max_dispatch_tokens_per_rank. "slot s of the other
+ * ranks" is s < me ? s : s - 1, because local rows are never staged.
+ *
+ * Window of a rank (peers store into it)
+ *
+ *   counts      u64 [2][R][L + 1]   (generation << 32 | value): rows that source r sends to each of my experts; word L:
+ *                                   rows in all. Half = generation of the update & 1.
+ *   replies     u64 [2][R][L + 1]   same words from destination r: first slot of my rows at each of its experts; word
+ *                                   L: first flat row. A source thereby learns where its rows land.
+ *   meta        u32 [2][R][B][1+K]  one row for each token that source r sends me: its index there, then for each k
+ *                                   EP_ENTRY(local expert, position among r's rows for that expert) or EP_NONE
+ *   metaFlags   u32 [R]             generation of the update whose meta rows from r are complete
+ *   stageFlags  u32 [R][chunks]     generation of the operation whose chunk of staged rows from r is complete
+ *   credits     u32 [R]             generation of the last operation that peer r has finished reading
+ *   stage       u8  [R-1][B][stride] rows on their way: token bytes, then K FP32 weights, padded to 16
+ *
+ * Routing record (in the handle's memory, position independent)
+ *
+ *   header      epRecordHeader
+ *   topk        i32 [B][K]          global expert of (t, k), or -1
+ *   sendRow     i32 [B][K]          row of t among the rows that go to the owner of (t, k), or -1
+ *   sendPos     i32 [B][K]          position of (t, k) among my rows for that expert, or -1
+ *   sendSlot    u32 [E]             first slot of my rows at expert e (expert-major)
+ *   sendBase    u32 [R]             first flat row of mine at rank r
+ *   recvCount   u32 [R]             rows that arrive from rank r
+ *   recvBase    u32 [R + 1]         exclusive prefix of recvCount; [R] = rows in all
+ *   slotBase    u32 [R][L]          first slot of rank r's rows at local expert e
+ *   zoneBase    u32 [L + 1]         first slot of local expert e; [L] = padded slots in all
+ *   zoneCount   u32 [L]             unpadded slots of local expert e
+ *   recvMeta    u32 [R][B][1 + K]   as `meta` above
+ *
+ * Group scratch (ordinary device memory)
+ *
+ *   state       epGroupState
+ *   histogram   u32 [EP_MAX_UPDATE_BLOCKS][E + R]
+ */
+#ifndef EP_DEVICE_LAYOUT_H_
+#define EP_DEVICE_LAYOUT_H_
+
+#include "types.h"
+
+#define EP_SECTION_ALIGN 256u
+#define EP_ROW_ALIGN 16u
+#define EP_CHUNK_ROWS 8u /* rows behind one arrival flag: 115 KB of BF16 at H = 7168, 0.3 us of link time */
+#define EP_MAX_UPDATE_BLOCKS 64u
+
+/* Limits, each with its reason. */
+#define EP_MAX_TOPK 32u         /* a warp lane for each k */
+#define EP_MAX_RANKS 1024u      /* one thread of a block polls for each peer */
+#define EP_MAX_EXPERTS 2048u    /* per-warp histograms of all experts and ranks fit shared memory */
+#define EP_MAX_ROW_BYTES 65536u /* one row and its weights fit a block's shared memory on every target */
+#define EP_ENTRY_POS_BITS 20u
+#define EP_MAX_ENTRIES (1u << EP_ENTRY_POS_BITS) /* B * K, so that a position fits EP_ENTRY */
+
+#define EP_NONE 0xffffffffu
+#define EP_ENTRY(expert, pos) ((uint32_t)(expert) << EP_ENTRY_POS_BITS | (uint32_t)(pos))
+#define EP_ENTRY_EXPERT(entry) ((entry) >> EP_ENTRY_POS_BITS)
+#define EP_ENTRY_POS(entry) ((entry) & (EP_MAX_ENTRIES - 1u))
+
+/* What the sizes depend on; equal on all ranks. */
+typedef struct epShape {
+  uint32_t ranks, experts, topk; /* topk: of the handle for a record, the largest of the group for the window */
+  uint32_t maxTokens;            /* B */
+  uint32_t stageRows;            /* rows of a staging region: B, or B * min(K, L) without multiple reductions */
+  uint32_t maxRowBytes;          /* token bytes of the widest row */
+} epShape;
+
+typedef struct epWindowLayout {
+  uint64_t counts, replies, meta, metaFlags, stageFlags, credits, stage, bytes;
+  uint64_t stageStride; /* bytes of a staging row */
+  uint32_t chunks;      /* flags per peer */
+  uint32_t metaWords;   /* u32 words of a meta row in the window: 1 + group top-k */
+} epWindowLayout;
+
+typedef struct epRecordLayout {
+  uint64_t header, topk, sendRow, sendPos, sendSlot, sendBase, recvCount, recvBase, slotBase, zoneBase, zoneCount,
+      recvMeta, bytes;
+} epRecordLayout;
+
+typedef struct epScratchLayout {
+  uint64_t state, histogram, bytes;
+} epScratchLayout;
+
+EP_HD uint64_t epAlignUp(uint64_t v, uint64_t a) { return (v + a - 1) / a * a; }
+
+/* Takes `bytes` at the cursor and moves it to the next section. */
+EP_HD uint64_t epTake(uint64_t *cursor, uint64_t bytes) {
+  uint64_t at = *cursor;
+  *cursor = epAlignUp(at + bytes, EP_SECTION_ALIGN);
+  return at;
+}
+
+EP_HD uint32_t epWeightBytes(uint32_t topk) { return (uint32_t)epAlignUp(4ull * topk, EP_ROW_ALIGN); }
+
+EP_HD epWindowLayout epWindowLayoutOf(epShape s) {
+  epWindowLayout w;
+  uint64_t at = 0, words = (uint64_t)s.experts / s.ranks + 1;
+  w.stageStride = epAlignUp(s.maxRowBytes, EP_ROW_ALIGN) + epWeightBytes(s.topk);
+  w.chunks = (uint32_t)((s.stageRows + EP_CHUNK_ROWS - 1) / EP_CHUNK_ROWS);
+  w.metaWords = 1 + s.topk;
+  w.counts = epTake(&at, 2 * 8 * words * s.ranks);
+  w.replies = epTake(&at, 2 * 8 * words * s.ranks);
+  w.metaFlags = epTake(&at, 4ull * s.ranks);
+  w.credits = epTake(&at, 4ull * s.ranks);
+  w.stageFlags = epTake(&at, 4ull * s.ranks * w.chunks);
+  w.meta = epTake(&at, 2 * 4ull * s.ranks * s.maxTokens * w.metaWords);
+  w.stage = epTake(&at, (s.ranks - 1ull) * s.stageRows * w.stageStride);
+  w.bytes = at;
+  return w;
+}
+
+/* Record header: fixed size, first in the record, so that a record can be recognised wherever it was moved. */
+#define EP_RECORD_MAGIC 0x45504852u
+#define EP_RECORD_VERSION 1u
+typedef struct epRecordHeader {
+  uint32_t magic, version;
+  uint32_t ranks, experts, topk, maxTokens, rank, layout, align;
+  uint32_t tokens;      /* T of the routing in the record */
+  uint32_t generation;  /* of the update that wrote it; 0: none yet */
+  uint32_t pad[5];
+} epRecordHeader;
+
+EP_HD epRecordLayout epRecordLayoutOf(uint32_t ranks, uint32_t experts, uint32_t topk, uint32_t maxTokens) {
+  epRecordLayout r;
+  uint64_t at = 0, locals = experts / ranks, entries = (uint64_t)maxTokens * topk;
+  r.header = epTake(&at, sizeof(epRecordHeader));
+  r.topk = epTake(&at, 4 * entries);
+  r.sendRow = epTake(&at, 4 * entries);
+  r.sendPos = epTake(&at, 4 * entries);
+  r.sendSlot = epTake(&at, 4ull * experts);
+  r.sendBase = epTake(&at, 4ull * ranks);
+  r.recvCount = epTake(&at, 4ull * ranks);
+  r.recvBase = epTake(&at, 4ull * (ranks + 1));
+  r.slotBase = epTake(&at, 4ull * experts);
+  r.zoneBase = epTake(&at, 4 * (locals + 1));
+  r.zoneCount = epTake(&at, 4 * locals);
+  r.recvMeta = epTake(&at, 4ull * ranks * maxTokens * (1 + topk));
+  r.bytes = at;
+  return r;
+}
+
+/* Generations and counters of a group: in device memory, so that a replayed graph finds fresh ones. */
+typedef struct epGroupState {
+  uint32_t updateGen, stageGen;     /* last finished update; last finished dispatch or combine */
+  uint32_t updateArrived, updateDone, stageDone; /* blocks that passed the grid barrier / that finished */
+  uint32_t updateSent;              /* blocks whose meta rows are stored */
+  uint32_t pad[10];
+} epGroupState;
+
+EP_HD epScratchLayout epScratchLayoutOf(uint32_t ranks, uint32_t experts) {
+  epScratchLayout s;
+  uint64_t at = 0;
+  s.state = epTake(&at, sizeof(epGroupState));
+  s.histogram = epTake(&at, 4ull * EP_MAX_UPDATE_BLOCKS * (experts + ranks));
+  s.bytes = at;
+  return s;
+}
+
+/* Index of peer `p` among the staging regions of rank `me`. */
+EP_HD uint32_t epRegionOf(uint32_t me, uint32_t p) { return p < me ? p : p - 1; }
+
+/* Byte offset, in the window of rank `owner`, of staging row `row` written by rank `writer`. */
+EP_HD uint64_t epStageRow(const epWindowLayout *w, uint32_t stageRows, uint32_t owner, uint32_t writer, uint32_t row) {
+  return w->stage + ((uint64_t)epRegionOf(owner, writer) * stageRows + row) * w->stageStride;
+}
+
+/* Upper bounds without counts (rows a rank can receive). `align` 0 means 1. */
+EP_HD uint64_t epMaxFlatRows(uint32_t ranks, uint32_t maxTokens) { return (uint64_t)ranks * maxTokens; }
+EP_HD uint64_t epMaxSlots(uint32_t ranks, uint32_t maxTokens, uint32_t topk, uint32_t locals, uint32_t align) {
+  uint64_t a = align ? align : 1;
+  return epAlignUp((uint64_t)ranks * maxTokens * topk + locals * (a - 1), a);
+}
+
+#endif

@@ -1,0 +1,23 @@
+/* Errors are values: the first function that decides an error says so once, with the exact cause, through epFail. It
+ * stores the line for ncclEpGetLastError (per thread) and writes it to the log at level WARN. */
+#ifndef EP_HOST_FAIL_H_
+#define EP_HOST_FAIL_H_
+
+#include "nccl_ep.h"
+
+#if defined(__GNUC__)
+#define EP_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
+#else
+#define EP_PRINTF(fmt, args)
+#endif
+
+/* Returns `code`, so that callers can write `return epFail(ncclInvalidArgument, "...")`. One line, no newline, that names
+ * the argument, the value and what was expected. */
+ncclResult_t epFail(ncclResult_t code, const char *format, ...) EP_PRINTF(2, 3);
+
+typedef enum { EP_LOG_NONE = 0, EP_LOG_WARN, EP_LOG_INFO, EP_LOG_TRACE } epLogLevel;
+/* Level from NCCL_EP_DEBUG (else NCCL_DEBUG): NONE, WARN, INFO, TRACE; read once. Lines go to stderr. */
+void epLog(epLogLevel level, const char *format, ...) EP_PRINTF(2, 3);
+const char *epLastError(void);
+
+#endif

@@ -1,0 +1,195 @@
+/*
+ * What libnccl_ep adds to the NCCL EP interface (nccl_ep.h): sizes ahead of time, group properties, exact counts on the
+ * host, the routing record's metadata, compiling ahead, the last error of a thread, and communicators of the emulated
+ * fabric, on which every ncclEp* call runs without a GPU.
+ *
+ * Nothing here appends a field to a struct of nccl_ep.h. Every struct here starts with `size` and `magic` and is filled
+ * by its _INIT macro, as there. All functions are thread-safe per group, as NCCL is per communicator.
+ */
+#ifndef NCCL_EP_EXT_H_
+#define NCCL_EP_EXT_H_
+
+#include "nccl_ep.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Errors ------------------------------------------------------------------------------------------------------ */
+
+/* The line that explains the last error an ncclEp* call of this thread returned: names the argument, its value and what
+ * was expected. Empty string when no call has failed. Valid until the thread's next ncclEp* call. Never NULL. */
+const char *ncclEpGetLastErrorString(void);
+
+/* What a kernel of the group reported. Read from host-visible memory; synchronises nothing. */
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  int code;               /* 0 none, 1 a wait timed out, 2 aborted, 3 a topk_idx was out of range, 4 overflow */
+  int rank;               /* this rank */
+  int peer;               /* rank waited for, or -1 */
+  unsigned int expected;  /* generation or count expected; rows needed for code 4 */
+  unsigned int seen;      /* generation or count seen; the budget for code 4 */
+  char phase[48];         /* for example "dispatch: rows" */
+  char text[256];         /* one line for people */
+} ncclEpErrorInfo_t;
+#define NCCL_EP_ERROR_INFO_INIT NCCL_EP_STRUCT_INIT(ncclEpErrorInfo_t, NCCL_EP_MAGIC)
+ncclResult_t ncclEpGetErrorInfo(ncclEpGroup_t group, ncclEpErrorInfo_t *info);
+
+/* ---- Sizes ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  unsigned int num_experts;      /* E, a multiple of the communicator's ranks */
+  unsigned int max_tokens;       /* B, tokens a rank dispatches at most */
+  unsigned int hidden;           /* elements of a token row */
+  unsigned int top_k;            /* K */
+  ncclDataType_t datatype;       /* of the wider of dispatch and combine */
+  unsigned int scale_bytes;      /* bytes of a token's row of scales, 0 for none */
+  int allow_hybrid;              /* size for several scale-up domains where the communicator spans them */
+  int multiple_reductions;       /* 1 (default): partial sums of a rank are rounded; 0: every slot travels */
+} ncclEpBufferSizeConfig_t;
+#define NCCL_EP_BUFFER_SIZE_CONFIG_INIT                                                                                \
+  ((ncclEpBufferSizeConfig_t){                                                                                         \
+      .size = (unsigned int)sizeof(ncclEpBufferSizeConfig_t), .magic = NCCL_EP_MAGIC, .multiple_reductions = 1})
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  size_t window_bytes;   /* the symmetric window of a group: the sum of the parts below, each rounded up to 256 */
+  size_t count_bytes;    /* counts and replies */
+  size_t metadata_bytes; /* rows of the routing exchange */
+  size_t flag_bytes;     /* arrival flags and credits */
+  size_t staging_bytes;  /* rows on their way */
+  size_t handle_bytes;   /* routing record of one handle (not in the window) */
+  size_t scratch_bytes;  /* of a group (not in the window) */
+} ncclEpBufferSize_t;
+#define NCCL_EP_BUFFER_SIZE_INIT NCCL_EP_STRUCT_INIT(ncclEpBufferSize_t, NCCL_EP_MAGIC)
+
+/* Window bytes that a group of this communicator needs, before any is created. Local; allocates nothing. */
+ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config,
+                                       ncclEpBufferSize_t *sizes);
+
+/* ---- Group properties -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  int ranks, rank;
+  int scale_up_ranks, scale_up_rank;
+  int scale_out_ranks, scale_out_rank;
+  int hybrid;                     /* 0: plain */
+  int num_experts, num_local_experts;
+  int num_sms_update, num_sms_dispatch, num_sms_combine; /* chosen, after max_num_sms */
+  int max_in_flight;              /* staged operations that may be open at once */
+  size_t window_bytes, scratch_bytes;
+  unsigned long long timeout_ns;
+  char backend[16];               /* "cuda" or "emu" */
+} ncclEpGroupProperties_t;
+#define NCCL_EP_GROUP_PROPERTIES_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupProperties_t, NCCL_EP_MAGIC)
+ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties);
+
+/* ---- Exact counts on the host ------------------------------------------------------------------------------------ */
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  unsigned int total;        /* received rows (flat), unpadded slots (expert-major) */
+  unsigned int total_padded; /* the same, padded: rows of the output */
+  unsigned int *per_source;         /* caller's [R] or NULL: rows from each rank */
+  unsigned int *per_expert;         /* caller's [L] or NULL: unpadded slots of each local expert */
+  unsigned int *per_expert_padded;  /* caller's [L] or NULL */
+} ncclEpHostCounts_t;
+#define NCCL_EP_HOST_COUNTS_INIT NCCL_EP_STRUCT_INIT(ncclEpHostCounts_t, NCCL_EP_MAGIC)
+
+/* Waits on the host, at most the group's timeout, until the handle's last update has run, and gives its exact counts.
+ * Blocks the calling thread only; not allowed while the update's stream is being captured. */
+ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *counts);
+
+/* ---- The routing record's metadata -------------------------------------------------------------------------------- */
+
+/* Copies of the record, synchronous (the handle's last update is waited for). Caller's host arrays, NULL to skip. */
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  unsigned int received;    /* OUT: received rows N (flat order) */
+  int *source_rank;         /* [N] source rank of each received row */
+  int *source_token;        /* [N] its token index there */
+  long long *sent_slot;     /* [T][K] output row at the owner's rank that (token, k) occupies, or -1 */
+  size_t received_capacity; /* elements of source_rank and source_token */
+  size_t sent_capacity;     /* elements of sent_slot */
+} ncclEpHandleMetadata_t;
+#define NCCL_EP_HANDLE_METADATA_INIT NCCL_EP_STRUCT_INIT(ncclEpHandleMetadata_t, NCCL_EP_MAGIC)
+ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata);
+
+/* ---- Compiling ahead ---------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  ncclEpLayout_t layout;
+  unsigned int hidden;          /* elements of a dispatched row */
+  unsigned int top_k;
+  ncclDataType_t dispatch_type; /* of dispatched tokens */
+  ncclDataType_t combine_type;  /* of expert outputs */
+  ncclDataType_t index_type;    /* ncclInt64 or ncclInt32 */
+  int backward;                 /* also compile the backward pass */
+} ncclEpPrepareConfig_t;
+#define NCCL_EP_PREPARE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpPrepareConfig_t, NCCL_EP_MAGIC)
+/* Compiles and loads every kernel that calls of this shape need, so that no later call compiles. Local. */
+ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);
+
+/* ---- Emulated communicators ---------------------------------------------------------------------------------------- */
+
+/* A communicator of the emulated fabric is accepted by ncclEpCreateGroup like any other; tensors of such a group live in
+ * memory from ncclEpEmuMalloc, and streams come from ncclEpEmuStreamCreate (NULL is each rank's default stream). As with
+ * NCCL, collective calls of several ranks in one process come from one thread per rank. Host code may read and write
+ * emulated memory directly once the stream that used it is synchronised. */
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  unsigned long long seed;  /* schedule: same seed, same interleaving, visibility and order */
+  unsigned int num_sms;     /* resident blocks of a rank, default 8 */
+  unsigned int bug;         /* planted fault in the kernels, 0 none: tests of the emulator itself */
+  unsigned int no_weak_memory; /* 1: only random scheduling, for comparison */
+} ncclEpEmuOptions_t;
+#define NCCL_EP_EMU_OPTIONS_INIT NCCL_EP_STRUCT_INIT(ncclEpEmuOptions_t, NCCL_EP_MAGIC)
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  unsigned int faults;            /* reports since the communicator was made or last asked */
+  unsigned long long switches;    /* context switches run */
+  unsigned long long clock_ns;    /* simulated clock */
+  char text[4096];                /* the first reports: cause, rank, block, thread, place */
+} ncclEpEmuReport_t;
+#define NCCL_EP_EMU_REPORT_INIT NCCL_EP_STRUCT_INIT(ncclEpEmuReport_t, NCCL_EP_MAGIC)
+
+/* Makes scaleOut * scaleUp communicators of one fabric, rank = o * scaleUp + u. options NULL: defaults. */
+ncclResult_t ncclEpEmuCommInitAll(ncclComm_t *comms, int scaleOut, int scaleUp, const ncclEpEmuOptions_t *options);
+ncclResult_t ncclEpEmuCommDestroy(ncclComm_t comm);
+/* Emulated device memory of the communicator's rank, poisoned; `name` appears in reports. */
+ncclResult_t ncclEpEmuMalloc(ncclComm_t comm, void **ptr, size_t bytes, const char *name);
+ncclResult_t ncclEpEmuFree(ncclComm_t comm, void *ptr);
+/* In stream order; either side may be host or emulated memory. */
+ncclResult_t ncclEpEmuMemcpy(ncclComm_t comm, void *dst, const void *src, size_t bytes, cudaStream_t stream);
+ncclResult_t ncclEpEmuMemset(ncclComm_t comm, void *dst, int value, size_t bytes, cudaStream_t stream);
+ncclResult_t ncclEpEmuStreamCreate(ncclComm_t comm, cudaStream_t *stream);
+ncclResult_t ncclEpEmuStreamDestroy(ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclEpEmuStreamSynchronize(ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclEpEmuEventCreate(ncclComm_t comm, cudaEvent_t *event);
+ncclResult_t ncclEpEmuEventDestroy(ncclComm_t comm, cudaEvent_t event);
+ncclResult_t ncclEpEmuEventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream);
+ncclResult_t ncclEpEmuStreamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEvent_t event);
+/* Collective, as ncclCommWindowRegister. */
+ncclResult_t ncclEpEmuWindowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *window);
+ncclResult_t ncclEpEmuWindowDeregister(ncclComm_t comm, ncclWindow_t window);
+/* What the fabric's checkers saw: data races, missing fences, reads of memory nothing wrote, deadlocks. */
+ncclResult_t ncclEpEmuGetReport(ncclComm_t comm, ncclEpEmuReport_t *report);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
