@@ -50,7 +50,7 @@ enum {
 /* Host-visible (mapped) memory, one a group. The kernel fills the fields, then sets `code` last (release). */
 typedef struct epErrorRecord {
   uint32_t code;     /* EP_ERR_* ; first error wins */
-  uint32_t claimed;  /* taken by the block that reports */
+  uint32_t pad0;
   uint32_t phase, peer, block;
   uint32_t expected, seen;
   uint32_t badIndexCode;          /* 1: some topk_idx was outside [0, E) and not -1 */
@@ -126,12 +126,13 @@ typedef struct epCombineArgs {
 
 /* Shared memory of a block. */
 EP_HD uint32_t epUpdateSmem(const epConfig *c) { return 4u * (c->threads / 32) * (c->experts + c->ranks); }
-/* mbarriers (8 bytes a warp, padded to 128), then one row and its weights a warp */
+/* dispatch and combine: the block's verdict word and an mbarrier a warp, then one row and its weights a warp */
+EP_HD uint32_t epControlSmem(const epConfig *c) { return (uint32_t)epAlignUp(16 + 8ull * (c->threads / 32), 128); }
 EP_HD uint32_t epRowBufferBytes(const epConfig *c) {
   return (uint32_t)epAlignUp((uint64_t)c->rowBytes + (c->weights ? epWeightBytes(c->topk) : 0), 128);
 }
 EP_HD uint32_t epMoveSmem(const epConfig *c) {
-  return c->bulk ? (uint32_t)epAlignUp(8ull * (c->threads / 32), 128) + (c->threads / 32) * epRowBufferBytes(c) : 0;
+  return epControlSmem(c) + (c->bulk ? (c->threads / 32) * epRowBufferBytes(c) : 0);
 }
 
 #endif

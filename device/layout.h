@@ -146,9 +146,12 @@ EP_HD epRecordLayout epRecordLayoutOf(uint32_t ranks, uint32_t experts, uint32_t
 /* Generations and counters of a group: in device memory, so that a replayed graph finds fresh ones. */
 typedef struct epGroupState {
   uint32_t updateGen, stageGen;     /* last finished update; last finished dispatch or combine */
-  uint32_t updateArrived, updateDone, stageDone; /* blocks that passed the grid barrier / that finished */
-  uint32_t updateSent;              /* blocks whose meta rows are stored */
-  uint32_t pad[10];
+  uint32_t updateArrived, updateSent, updateDone; /* blocks at the grid barrier / done sending / finished */
+  uint32_t stageDone;               /* blocks of a dispatch or combine that finished */
+  uint32_t aborted;                 /* a wait of the running kernel gave up: the others need not run to their timeout */
+  uint32_t errorClaimed, indexClaimed; /* taken by the thread that writes the error record */
+  uint32_t epilogueStarted;         /* planted fault only */
+  uint32_t pad[6];
 } epGroupState;
 
 EP_HD epScratchLayout epScratchLayoutOf(uint32_t ranks, uint32_t experts) {

@@ -1,0 +1,110 @@
+/* What all kernels share: where things lie (through layout.h), the one way to wait, and the one way to say that a wait
+ * failed. A wait always ends: satisfied, aborted, or after the group's timeout. */
+#ifndef EP_DEVICE_GROUP_H_
+#define EP_DEVICE_GROUP_H_
+
+#include "abi.h"
+#include "bugs.h"
+#include "prim.h"
+
+DEV epGroupState *ep_state(const epGroupArgs &g) { return (epGroupState *)(g.scratch + g.scratchLayout.state); }
+DEV uint8_t *ep_window(const epGroupArgs &g, uint32_t rank) { return (uint8_t *)p::ldg<uint64_t>(g.windows + rank); }
+DEV uint32_t *ep_flag(const epGroupArgs &g, uint32_t owner, uint32_t writer, uint32_t chunk) {
+  return (uint32_t *)(ep_window(g, owner) + g.window.stageFlags) + (uint64_t)writer * g.window.chunks + chunk;
+}
+DEV uint8_t *ep_stage_row(const epGroupArgs &g, uint32_t owner, uint32_t writer, uint32_t row) {
+  return ep_window(g, owner) + epStageRow(&g.window, g.stageRows, owner, writer, row);
+}
+DEV uint32_t ep_lanes_below() { return (1u << p::lane()) - 1; }
+/* A key that no other lane has, for lanes that must not match in match_any. */
+DEV uint32_t ep_lone_key() { return 0x80000000u | p::lane(); }
+
+/* First error of a group wins; the host reads `code` last. */
+DEV void ep_report(const epGroupArgs &g, uint32_t code, uint32_t phase, uint32_t peer, uint32_t expected, uint32_t seen) {
+  epGroupState *s = ep_state(g);
+  p::st_relaxed_sys(&s->aborted, 1);
+  if (p::atomic_cas(&s->errorClaimed, 0, 1) != 0 || p::ld_relaxed_sys(&g.error->code) != EP_ERR_NONE)
+    return;
+  p::st_relaxed_sys(&g.error->phase, phase);
+  p::st_relaxed_sys(&g.error->peer, peer);
+  p::st_relaxed_sys(&g.error->block, p::bid());
+  p::st_relaxed_sys(&g.error->expected, expected);
+  p::st_relaxed_sys(&g.error->seen, seen);
+  p::st_release_sys(&g.error->code, code);
+}
+
+/* One round of patience: true when the waiter must give up. The host's abort word lies across PCIe, so it is looked at
+ * rarely. */
+DEV bool ep_give_up(const epGroupArgs &g, uint64_t start, uint32_t round, uint32_t phase, uint32_t peer, uint32_t expected,
+                    uint32_t seen) {
+  p::nanosleep(32);
+  if ((round & 15) != 15)
+    return false;
+  if (p::ld_relaxed_sys(&ep_state(g)->aborted))
+    return true;
+  if ((round & 1023) == 1023 && p::ld_relaxed_sys(g.abortWord)) {
+    ep_report(g, EP_ERR_ABORT, phase, peer, expected, seen);
+    return true;
+  }
+  if (p::globaltimer() - start > g.timeoutNs) {
+    ep_report(g, EP_ERR_TIMEOUT, phase, peer, expected, seen);
+    return true;
+  }
+  return false;
+}
+
+/* Waits until the generation at `flag` has reached `want`; what the writer released before is visible after it. */
+DEV bool ep_wait_flag(const epGroupArgs &g, const uint32_t *flag, uint32_t want, uint32_t phase, uint32_t peer) {
+  uint32_t seen = p::ld_acquire_sys(flag);
+  if ((int32_t)(seen - want) >= 0)
+    return true;
+  uint64_t start = p::globaltimer();
+  for (uint32_t round = 0;; round++) {
+    seen = p::ld_acquire_sys(flag);
+    if ((int32_t)(seen - want) >= 0)
+      return true;
+    if (ep_give_up(g, start, round, phase, peer, want, seen))
+      return false;
+  }
+}
+
+/* Waits for a word that carries its generation in the upper half; value in the lower half. */
+DEV bool ep_wait_word(const epGroupArgs &g, const uint64_t *word, uint32_t want, uint32_t phase, uint32_t peer,
+                      uint32_t *value) {
+  uint64_t start = 0;
+  for (uint32_t round = 0;; round++) {
+    uint64_t v = p::ld_relaxed_sys(word);
+    *value = (uint32_t)v;
+    if ((uint32_t)(v >> 32) == want)
+      return true;
+    if (round == 0)
+      start = p::globaltimer();
+    if (ep_give_up(g, start, round, phase, peer, want, (uint32_t)(v >> 32)))
+      return false;
+  }
+}
+
+/* Lane 0 waits for the warp. */
+DEV bool ep_warp_wait_flag(const epGroupArgs &g, const uint32_t *flag, uint32_t want, uint32_t phase, uint32_t peer) {
+  bool ok = true;
+  if (p::lane() == 0)
+    ok = ep_wait_flag(g, flag, want, phase, peer);
+  ok = p::shfl(p::FULL, ok, 0);
+  p::sync_warp();
+  return ok;
+}
+
+/* All threads of the block agree on `ok`; the verdict word is the first of shared memory. A full barrier. */
+DEV bool ep_block_agrees(bool ok) {
+  if (p::tid() == 0)
+    p::sts<uint32_t>(p::smem_base(), 0);
+  p::sync_threads();
+  if (!ok)
+    p::sts<uint32_t>(p::smem_base(), 1);
+  p::sync_threads();
+  bool all = p::lds<uint32_t>(p::smem_base()) == 0;
+  p::sync_threads();
+  return all;
+}
+
+#endif

@@ -1,0 +1,360 @@
+/* Update: turns one set of top-k decisions into the handle's routing record. Positions come from ordered scans, never from
+ * atomics, so the same routing always gives the same record.
+ *
+ *   pass 1   every warp counts its contiguous tokens by expert and by rank (shared memory), blocks publish their sums
+ *   grid     barrier; every block adds the sums of the blocks before it; the last one knows the totals and sends them
+ *   pass 2   every warp walks its tokens again: position of each (t, k) and row of each (t, rank), kept and sent as meta
+ *   gather   totals of all sources -> bases and zones (block 0), replies to the sources, meta rows -> record (all)
+ *
+ * Bytes: T*K indices in twice, T*(1+K)*4 out per rank hit; time is a handful of latencies, one link round trip among them.
+ * The window halves alternate by generation: a source that starts update g + 1 has finished g, for which it needed this
+ * rank's counts of g, which were sent after this rank had finished reading g - 1. */
+#ifndef EP_DEVICE_UPDATE_H_
+#define EP_DEVICE_UPDATE_H_
+
+#include "group.h"
+
+/* What one lane knows of its (token, k) in an iteration of 32 / K tokens. */
+struct epRouteLane {
+  uint32_t token, k, expert, owner;
+  bool inside, valid, first; /* inside: a real (t, k); first: first k of its token at this owner */
+  uint32_t expertMask, rankMask; /* lanes with the same expert; first lanes with the same owner */
+};
+
+template <class C> DEV uint32_t ep_update_tokens_at_once(const C c) { return 32 / c.topk; }
+
+template <class C> DEV epRouteLane ep_route_lane(const C c, const epUpdateArgs &a, uint32_t t, uint32_t end) {
+  epRouteLane r;
+  uint32_t sub = p::lane() / c.topk, locals = c.experts / c.ranks;
+  r.token = t + sub;
+  r.k = p::lane() % c.topk;
+  r.inside = sub < ep_update_tokens_at_once(c) && r.token < end;
+  r.valid = false;
+  r.expert = 0;
+  if (r.inside) {
+    uint64_t at = (uint64_t)r.token * c.topk + r.k;
+    int64_t e = c.indexBytes == 8 ? p::ldg<int64_t>((const int64_t *)a.topkIdx + at)
+                                  : (int64_t)p::ldg<int32_t>((const int32_t *)a.topkIdx + at);
+    r.valid = e >= 0 && e < (int64_t)c.experts;
+    if (r.valid)
+      r.expert = (uint32_t)e;
+    else if (e != -1 && p::atomic_cas(&ep_state(a.group)->indexClaimed, 0, 1) == 0) {
+      p::st_relaxed_sys(&a.group.error->badIndexToken, r.token);
+      p::st_relaxed_sys(&a.group.error->badIndexK, r.k);
+      p::st_relaxed_sys(&a.group.error->badIndexValue, (uint32_t)e);
+      p::st_release_sys(&a.group.error->badIndexCode, 1);
+    }
+  }
+  r.owner = r.expert / locals;
+  r.expertMask = p::match_any(p::FULL, r.valid ? r.expert : ep_lone_key());
+  uint32_t mates = p::match_any(p::FULL, r.valid ? sub * c.ranks + r.owner : ep_lone_key());
+  r.first = r.valid && (mates & ep_lanes_below()) == 0;
+  r.rankMask = p::match_any(p::FULL, r.first ? r.owner : ep_lone_key());
+  return r;
+}
+
+/* Column `i` of a warp's histogram: experts first, then ranks. */
+template <class C> DEV uint32_t ep_hist(const C c, uint32_t w, uint32_t i) {
+  return p::smem_base() + 4 * (w * (c.experts + c.ranks) + i);
+}
+
+template <class C> DEV void ep_update_count(const C c, const epUpdateArgs &a, uint32_t t0, uint32_t t1) {
+  uint32_t w = p::warp(), below = ep_lanes_below();
+  int32_t *topk = (int32_t *)(a.record + a.recordLayout.topk);
+  for (uint32_t i = p::lane(); i < c.experts + c.ranks; i += 32)
+    p::sts<uint32_t>(ep_hist(c, w, i), 0);
+  p::sync_warp();
+  for (uint32_t t = t0; t < t1; t += ep_update_tokens_at_once(c)) {
+    epRouteLane r = ep_route_lane(c, a, t, t1);
+    if (r.inside)
+      p::stg<int32_t>(topk + (uint64_t)r.token * c.topk + r.k, r.valid ? (int32_t)r.expert : -1);
+    if (r.valid && (r.expertMask & below) == 0) {
+      uint32_t h = ep_hist(c, w, r.expert);
+      p::sts<uint32_t>(h, p::lds<uint32_t>(h) + p::popc(r.expertMask));
+    }
+    if (r.first && (r.rankMask & below) == 0) {
+      uint32_t h = ep_hist(c, w, c.experts + r.owner);
+      p::sts<uint32_t>(h, p::lds<uint32_t>(h) + p::popc(r.rankMask));
+    }
+    p::sync_warp();
+  }
+}
+
+/* Warps' counts become exclusive prefixes inside the block; the block's sums go to the scratch. */
+template <class C> DEV void ep_update_publish(const C c, uint32_t *histogram) {
+  uint32_t warps = c.threads / 32, columns = c.experts + c.ranks;
+  for (uint32_t i = p::tid(); i < columns; i += c.threads) {
+    uint32_t run = 0;
+    for (uint32_t w = 0; w < warps; w++) {
+      uint32_t v = p::lds<uint32_t>(ep_hist(c, w, i));
+      p::sts<uint32_t>(ep_hist(c, w, i), run);
+      run += v;
+    }
+    p::stg<uint32_t>(histogram + (uint64_t)p::bid() * columns + i, run);
+  }
+}
+
+DEV uint64_t ep_word(uint32_t gen, uint32_t value) { return (uint64_t)gen << 32 | value; }
+
+/* Adds the sums of earlier blocks; the last block sends the totals, each word carrying its generation. */
+template <class C> DEV void ep_update_bases(const C c, const epUpdateArgs &a, const uint32_t *histogram, uint32_t gen) {
+  uint32_t warps = c.threads / 32, columns = c.experts + c.ranks, locals = c.experts / c.ranks;
+  bool last = p::bid() == a.blocks - 1;
+  for (uint32_t i = p::tid(); i < columns; i += c.threads) {
+    uint32_t before = 0;
+    for (uint32_t b = 0; b < p::bid(); b++)
+      before += p::ldg<uint32_t>(histogram + (uint64_t)b * columns + i);
+    for (uint32_t w = 0; w < warps; w++)
+      p::sts<uint32_t>(ep_hist(c, w, i), p::lds<uint32_t>(ep_hist(c, w, i)) + before);
+    if (last) {
+      uint32_t total = before + p::ldg<uint32_t>(histogram + (uint64_t)p::bid() * columns + i);
+      bool expert = i < c.experts;
+      uint32_t dst = expert ? i / locals : i - c.experts, word = expert ? i % locals : locals;
+      uint64_t *counts = (uint64_t *)(ep_window(a.group, dst) + a.group.window.counts);
+      p::st_relaxed_sys(counts + (uint64_t)((gen & 1) * c.ranks + a.group.rank) * (locals + 1) + word,
+                        ep_word(gen, total));
+    }
+  }
+}
+
+DEV uint32_t *ep_meta(const epGroupArgs &g, uint32_t ranks, uint32_t owner, uint32_t source, uint32_t gen) {
+  return (uint32_t *)(ep_window(g, owner) + g.window.meta) +
+         (uint64_t)((gen & 1) * ranks + source) * g.maxTokens * g.window.metaWords;
+}
+
+template <class C> DEV void ep_update_place(const C c, const epUpdateArgs &a, uint32_t t0, uint32_t t1, uint32_t gen) {
+  uint32_t w = p::warp(), below = ep_lanes_below(), locals = c.experts / c.ranks;
+  int32_t *sendRow = (int32_t *)(a.record + a.recordLayout.sendRow);
+  int32_t *sendPos = (int32_t *)(a.record + a.recordLayout.sendPos);
+  for (uint32_t t = t0; t < t1; t += ep_update_tokens_at_once(c)) {
+    epRouteLane r = ep_route_lane(c, a, t, t1);
+    uint32_t pos = 0, row = 0;
+    if (r.valid)
+      pos = p::lds<uint32_t>(ep_hist(c, w, r.expert)) + p::popc(r.expertMask & below);
+    if (r.first)
+      row = p::lds<uint32_t>(ep_hist(c, w, c.experts + r.owner)) + p::popc(r.rankMask & below);
+    p::sync_warp();
+    if (r.valid && (r.expertMask & below) == 0)
+      p::sts<uint32_t>(ep_hist(c, w, r.expert), pos + p::popc(r.expertMask));
+    if (r.first && (r.rankMask & below) == 0)
+      p::sts<uint32_t>(ep_hist(c, w, c.experts + r.owner), row + p::popc(r.rankMask));
+    uint32_t base = p::lane() / c.topk * c.topk, myRow = EP_NONE;
+    for (uint32_t k = 0; k < c.topk; k++) { /* each k in turn offers its row to the lanes of its token */
+      uint32_t src = base + k < 32 ? base + k : 31;
+      bool first = p::shfl(p::FULL, r.first, src);
+      uint32_t owner = p::shfl(p::FULL, r.owner, src), itsRow = p::shfl(p::FULL, row, src);
+      if (r.inside && first) {
+        uint32_t *meta = ep_meta(a.group, c.ranks, owner, a.group.rank, gen) + (uint64_t)itsRow * a.group.window.metaWords;
+        bool mine = r.valid && r.owner == owner;
+        if (mine)
+          myRow = itsRow;
+        p::stg<uint32_t>(meta + 1 + r.k, mine ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
+        if (r.k == 0)
+          p::stg<uint32_t>(meta, r.token);
+      }
+    }
+    if (r.inside) {
+      p::stg<int32_t>(sendRow + (uint64_t)r.token * c.topk + r.k, r.valid ? (int32_t)myRow : -1);
+      p::stg<int32_t>(sendPos + (uint64_t)r.token * c.topk + r.k, r.valid ? (int32_t)pos : -1);
+    }
+    p::sync_warp();
+  }
+}
+
+/* Warp 0 writes out[0..n] = exclusive prefix of in(i), out[n] = sum. */
+template <class F> DEV void ep_warp_prefix(uint32_t *out, uint32_t n, F in) {
+  uint32_t run = 0;
+  for (uint32_t b = 0; b < n; b += 32) {
+    uint32_t i = b + p::lane(), v = i < n ? in(i) : 0, sum = v;
+    for (uint32_t d = 1; d < 32; d <<= 1) {
+      uint32_t u = p::shfl_up(p::FULL, sum, d);
+      if (p::lane() >= d)
+        sum += u;
+    }
+    if (i < n)
+      p::stg<uint32_t>(out + i, run + sum - v);
+    run += p::shfl(p::FULL, sum, 31);
+  }
+  if (p::lane() == 0)
+    p::stg<uint32_t>(out + n, run);
+}
+
+DEV void ep_put_counter(void *counter, uint32_t wide, uint32_t i, uint32_t value) {
+  if (!counter)
+    return;
+  if (wide)
+    p::stg<int64_t>((int64_t *)counter + i, (int64_t)value);
+  else
+    p::stg<int32_t>((int32_t *)counter + i, (int32_t)value);
+}
+
+/* Block 0: totals of all sources -> bases, zones, counters, replies. */
+template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, uint32_t gen) {
+  const epRecordLayout &rl = a.recordLayout;
+  uint32_t locals = c.experts / c.ranks, words = locals + 1, me = a.group.rank;
+  uint32_t align = a.align ? a.align : 1;
+  bool flat = c.layout == EP_LAYOUT_KIND_FLAT, ok = true;
+  uint32_t *recvCount = (uint32_t *)(a.record + rl.recvCount), *recvBase = (uint32_t *)(a.record + rl.recvBase);
+  uint32_t *slotBase = (uint32_t *)(a.record + rl.slotBase), *zoneBase = (uint32_t *)(a.record + rl.zoneBase);
+  uint32_t *zoneCount = (uint32_t *)(a.record + rl.zoneCount);
+  const uint64_t *counts =
+      (const uint64_t *)(ep_window(a.group, me) + a.group.window.counts) + (uint64_t)(gen & 1) * c.ranks * words;
+  for (uint32_t i = p::tid(); i < c.ranks * words && ok; i += c.threads) {
+    uint32_t s = i / words, e = i % words, v;
+    ok = ep_wait_word(a.group, counts + i, gen, EP_PHASE_UPDATE_COUNTS, s, &v);
+    if (ok)
+      p::stg<uint32_t>(e < locals ? slotBase + s * locals + e : recvCount + s, v);
+  }
+  if (!ep_block_agrees(ok))
+    return;
+  for (uint32_t e = p::tid(); e < locals; e += c.threads) {
+    uint32_t total = 0;
+    for (uint32_t s = 0; s < c.ranks; s++)
+      total += p::ldg<uint32_t>(slotBase + s * locals + e);
+    p::stg<uint32_t>(zoneCount + e, total);
+  }
+  p::sync_threads();
+  if (p::warp() == 0) {
+    ep_warp_prefix(zoneBase, locals, [&](uint32_t e) {
+      uint32_t n = p::ldg<uint32_t>(zoneCount + e);
+      return (n + align - 1) / align * align;
+    });
+    ep_warp_prefix(recvBase, c.ranks, [&](uint32_t s) { return p::ldg<uint32_t>(recvCount + s); });
+  }
+  p::sync_threads();
+  for (uint32_t e = p::tid(); e < locals; e += c.threads) {
+    uint32_t slot = p::ldg<uint32_t>(zoneBase + e), n = p::ldg<uint32_t>(zoneCount + e);
+    ep_put_counter(a.expertOffsets, a.expertOffsetsWide, e, slot);
+    ep_put_counter(a.expertCounters, a.expertCountersWide, e, flat ? n : p::ldg<uint32_t>(zoneBase + e + 1) - slot);
+    for (uint32_t s = 0; s < c.ranks; s++) {
+      uint32_t v = p::ldg<uint32_t>(slotBase + s * locals + e);
+      p::stg<uint32_t>(slotBase + s * locals + e, slot);
+      slot += v;
+    }
+  }
+  p::sync_threads();
+  for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
+    uint32_t s = i / words, e = i % words;
+    uint32_t v = p::ldg<uint32_t>(e < locals ? slotBase + s * locals + e : recvBase + s);
+    uint64_t *reply = (uint64_t *)(ep_window(a.group, s) + a.group.window.replies);
+    p::st_relaxed_sys(reply + (uint64_t)((gen & 1) * c.ranks + me) * words + e, ep_word(gen, v));
+  }
+  uint32_t rows = p::ldg<uint32_t>(flat ? recvBase + c.ranks : zoneBase + locals);
+  if (p::tid() == 0) {
+    epRecordHeader *h = (epRecordHeader *)(a.record + rl.header);
+    ep_put_counter(a.recvTotal, a.recvTotalWide, 0, rows);
+    p::stg<uint32_t>(&h->tokens, a.tokens);
+    p::stg<uint32_t>(&h->align, a.align);
+    p::stg<uint32_t>(&h->generation, gen);
+    if (a.budget && rows > a.budget)
+      p::st_relaxed_sys(&a.group.error->overflowNeeded, rows);
+  }
+  if (a.hostCounts) {
+    uint32_t *out = (uint32_t *)(a.hostCounts + 1);
+    for (uint32_t s = p::tid(); s < c.ranks; s += c.threads)
+      p::st_relaxed_sys(out + s, p::ldg<uint32_t>(recvCount + s));
+    for (uint32_t e = p::tid(); e < locals; e += c.threads) {
+      p::st_relaxed_sys(out + c.ranks + e, p::ldg<uint32_t>(zoneCount + e));
+      p::st_relaxed_sys(out + c.ranks + locals + e, p::ldg<uint32_t>(zoneBase + e + 1) - p::ldg<uint32_t>(zoneBase + e));
+    }
+    p::sync_threads();
+    if (p::tid() == 0) {
+      uint32_t unpadded = p::ldg<uint32_t>(recvBase + c.ranks);
+      if (!flat) {
+        unpadded = 0;
+        for (uint32_t e = 0; e < locals; e++)
+          unpadded += p::ldg<uint32_t>(zoneCount + e);
+      }
+      p::st_relaxed_sys(&a.hostCounts->total, unpadded);
+      p::st_relaxed_sys(&a.hostCounts->totalPadded, rows);
+      p::st_release_sys(&a.hostCounts->generation, gen);
+    }
+  }
+}
+
+/* One block: where my rows land at every destination. */
+template <class C> DEV void ep_update_replies(const C c, const epUpdateArgs &a, uint32_t gen) {
+  uint32_t locals = c.experts / c.ranks, words = locals + 1;
+  uint32_t *sendSlot = (uint32_t *)(a.record + a.recordLayout.sendSlot);
+  uint32_t *sendBase = (uint32_t *)(a.record + a.recordLayout.sendBase);
+  const uint64_t *replies = (const uint64_t *)(ep_window(a.group, a.group.rank) + a.group.window.replies) +
+                            (uint64_t)(gen & 1) * c.ranks * words;
+  for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
+    uint32_t d = i / words, e = i % words, v;
+    if (!ep_wait_word(a.group, replies + i, gen, EP_PHASE_UPDATE_REPLY, d, &v))
+      return;
+    p::stg<uint32_t>(e < locals ? sendSlot + d * locals + e : sendBase + d, v);
+  }
+}
+
+/* All blocks: meta rows of every source -> record. */
+template <class C> DEV void ep_update_copy_meta(const C c, const epUpdateArgs &a, uint32_t gen) {
+  uint32_t locals = c.experts / c.ranks, me = a.group.rank, width = 1 + c.topk;
+  const uint32_t *flags = (const uint32_t *)(ep_window(a.group, me) + a.group.window.metaFlags);
+  const uint64_t *counts = (const uint64_t *)(ep_window(a.group, me) + a.group.window.counts) +
+                           (uint64_t)(gen & 1) * c.ranks * (locals + 1);
+  uint32_t *out = (uint32_t *)(a.record + a.recordLayout.recvMeta);
+  bool ok = true;
+  for (uint32_t s = p::tid(); s < c.ranks && ok; s += c.threads)
+    ok = ep_wait_flag(a.group, flags + s, gen, EP_PHASE_UPDATE_META, s);
+  if (!ep_block_agrees(ok))
+    return;
+  for (uint32_t s = 0; s < c.ranks; s++) {
+    uint32_t rows = (uint32_t)p::ld_relaxed_sys(counts + (uint64_t)s * (locals + 1) + locals);
+    const uint32_t *in = ep_meta(a.group, c.ranks, me, s, gen);
+    uint32_t *to = out + (uint64_t)s * a.group.maxTokens * width;
+    for (uint32_t i = p::bid() * c.threads + p::tid(); i < rows * width; i += a.blocks * c.threads)
+      p::stg<uint32_t>(to + i, p::ldg<uint32_t>(in + (uint64_t)(i / width) * a.group.window.metaWords + i % width));
+  }
+}
+
+template <class C> DEV void ep_update(const C c, const epUpdateArgs &a) {
+  epGroupState *state = ep_state(a.group);
+  uint32_t *histogram = (uint32_t *)(a.group.scratch + a.group.scratchLayout.histogram);
+  uint32_t gen = p::ldg<uint32_t>(&state->updateGen) + 1;
+  uint32_t warps = a.blocks * (c.threads / 32), index = p::bid() * (c.threads / 32) + p::warp();
+  uint32_t each = (a.tokens + warps - 1) / warps;
+  uint32_t t0 = index * each < a.tokens ? index * each : a.tokens;
+  uint32_t t1 = t0 + each < a.tokens ? t0 + each : a.tokens;
+
+  ep_update_count(c, a, t0, t1);
+  p::sync_threads();
+  ep_update_publish(c, histogram);
+  p::sync_threads();
+  if (p::tid() == 0) { /* a wait that gives up has reported; its kernel finishes in order with what it has */
+    p::atomic_add_acq_rel_gpu(&state->updateArrived, 1);
+    if (c.bug != EP_BUG_NO_GRID_BARRIER)
+      ep_wait_flag(a.group, &state->updateArrived, a.blocks, EP_PHASE_GRID, a.group.rank);
+  }
+  p::sync_threads();
+  ep_update_bases(c, a, histogram, gen);
+  p::sync_threads();
+  ep_update_place(c, a, t0, t1, gen);
+  p::sync_threads();
+  if (p::tid() == 0)
+    p::sts<uint32_t>(p::smem_base(), p::atomic_add_acq_rel_gpu(&state->updateSent, 1));
+  p::sync_threads();
+  bool lastSent = p::lds<uint32_t>(p::smem_base()) == a.blocks - 1;
+  if (lastSent)
+    for (uint32_t d = p::tid(); d < c.ranks; d += c.threads)
+      p::st_release_sys((uint32_t *)(ep_window(a.group, d) + a.group.window.metaFlags) + a.group.rank, gen);
+  p::sync_threads();
+  if (p::bid() == 0)
+    ep_update_gather(c, a, gen);
+  if (p::bid() == a.blocks - 1)
+    ep_update_replies(c, a, gen);
+  p::sync_threads();
+  ep_update_copy_meta(c, a, gen);
+  p::sync_threads();
+  if (p::tid() == 0 && p::atomic_add_acq_rel_gpu(&state->updateDone, 1) == a.blocks - 1) {
+    p::stg<uint32_t>(&state->updateArrived, 0);
+    p::stg<uint32_t>(&state->updateSent, 0);
+    p::stg<uint32_t>(&state->updateDone, 0);
+    p::stg<uint32_t>(&state->aborted, 0);
+    p::stg<uint32_t>(&state->errorClaimed, 0);
+    p::stg<uint32_t>(&state->indexClaimed, 0);
+    p::stg<uint32_t>(&state->updateGen, gen);
+  }
+}
+
+#endif
