@@ -50,9 +50,20 @@ typedef struct {
   int allow_hybrid;              /* size for several scale-up domains where the communicator spans them */
   int multiple_reductions;       /* 1 (default): partial sums of a rank are rounded; 0: every slot travels */
 } ncclEpBufferSizeConfig_t;
+#ifdef __cplusplus
+}
+static inline ncclEpBufferSizeConfig_t ncclEpBufferSizeConfigInit() {
+  ncclEpBufferSizeConfig_t c = NCCL_EP_STRUCT_INIT(ncclEpBufferSizeConfig_t, NCCL_EP_MAGIC);
+  c.multiple_reductions = 1;
+  return c;
+}
+extern "C" {
+#define NCCL_EP_BUFFER_SIZE_CONFIG_INIT (ncclEpBufferSizeConfigInit())
+#else
 #define NCCL_EP_BUFFER_SIZE_CONFIG_INIT                                                                                \
   ((ncclEpBufferSizeConfig_t){                                                                                         \
       .size = (unsigned int)sizeof(ncclEpBufferSizeConfig_t), .magic = NCCL_EP_MAGIC, .multiple_reductions = 1})
+#endif
 
 typedef struct {
   unsigned int size;

@@ -1,0 +1,670 @@
+/*
+ * NCCL EP: expert-parallel dispatch and combine over an NCCL communicator. API version 2.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * The R ranks of one communicator share E experts, E / R on each rank. A *group* (ncclEpGroup_t) holds what depends on the
+ * communicator and on sizes alone. A *handle* (ncclEpHandle_t) holds the routing of one set of top-k decisions. Dispatch
+ * takes every token to the ranks of its experts, combine brings the experts' rows back and sums them.
+ *
+ *     ncclEpCreateGroup -> ncclEpCreateHandle -> ncclEpDispatch -> (experts) -> ncclEpCombine -> ncclEpHandleDestroy
+ *                          ncclEpUpdateHandle  gives a handle new routing
+ *
+ * Conventions of all calls
+ *   Result     ncclSuccess, or the reason of the failure: ncclInvalidArgument for an argument that can never be right,
+ *              ncclInvalidUsage for a call that is not possible now or not supported. ncclEpGetLastErrorString()
+ *              (nccl_ep_ext.h) has one line that names argument, value and expectation. Output arguments (handles,
+ *              pointers, sizes) are set on success only.
+ *   Streams    Calls that take a stream queue their work on it and return. The host is never made to wait, except by
+ *              group creation and destruction and by what a call's text says. Work of one handle on several streams is
+ *              ordered by the caller.
+ *   Collective calls (said in their text) are made by all ranks of the group, for one group in the same order on
+ *              every rank. A group and NCCL collectives may share a communicator only on streams that the caller orders.
+ *   Threads    Calls on different groups may run at the same time. Calls on one group, and on its handles, may come
+ *              from any thread, one at a time, like calls on one NCCL communicator.
+ *   Memory     Tensors are device memory, row-major and dense, owned by the caller, valid and (inputs) unmodified until the
+ *              stream has passed the call. Descriptors, config structs and `sizes` arrays are read before the call returns.
+ *   Graphs     ncclEpUpdateHandle, ncclEpDispatch, ncclEpCombine and ncclEpComplete can be captured, once the kernels they
+ *              need are compiled (by an earlier call of the same shape, or ncclEpPrepare). The number of tokens is fixed by the
+ *              capture; a row of -1 in topk_idx is an inactive token.
+ */
+#ifndef NCCL_EP_H_
+#define NCCL_EP_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* CUDA's and NCCL's own headers where both are there; else the few names of theirs that this interface uses, with the same
+ * values. NCCL_EP_NO_CUDA_HEADERS asks for the latter. */
+#if !defined(NCCL_H_) && !defined(NCCL_EP_NO_CUDA_HEADERS) && defined(__has_include)
+#if __has_include(<cuda_runtime.h>) && __has_include(<nccl.h>)
+#include <cuda_runtime.h>
+#include <nccl.h>
+#endif
+#endif
+
+#ifdef NCCL_H_
+#if NCCL_VERSION_CODE < 22700
+typedef struct ncclWindow_vidmem *ncclWindow_t; /* windows came with NCCL 2.27 */
+#endif
+#if NCCL_VERSION_CODE < 22400
+#define ncclFloat8e4m3 ((ncclDataType_t)10)
+#define ncclFloat8e5m2 ((ncclDataType_t)11)
+#endif
+#else
+typedef struct CUstream_st *cudaStream_t;
+typedef struct CUevent_st *cudaEvent_t;
+typedef enum cudaError { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2 } cudaError_t;
+typedef struct ncclComm *ncclComm_t;
+typedef struct ncclWindow_vidmem *ncclWindow_t;
+typedef enum {
+  ncclSuccess = 0,
+  ncclUnhandledCudaError = 1,
+  ncclSystemError = 2,
+  ncclInternalError = 3,
+  ncclInvalidArgument = 4,
+  ncclInvalidUsage = 5,
+  ncclRemoteError = 6,
+  ncclInProgress = 7
+} ncclResult_t;
+typedef enum {
+  ncclInt8 = 0,
+  ncclChar = 0,
+  ncclUint8 = 1,
+  ncclInt32 = 2,
+  ncclInt = 2,
+  ncclUint32 = 3,
+  ncclInt64 = 4,
+  ncclUint64 = 5,
+  ncclFloat16 = 6,
+  ncclHalf = 6,
+  ncclFloat32 = 7,
+  ncclFloat = 7,
+  ncclFloat64 = 8,
+  ncclDouble = 8,
+  ncclBfloat16 = 9,
+  ncclFloat8e4m3 = 10,
+  ncclFloat8e5m2 = 11
+} ncclDataType_t;
+#endif
+
+/* Two packed 4-bit floats in a byte: value 12, which NCCL keeps free for it. Dispatch moves such rows as bytes; NCCL's
+ * own collectives do not know the type. */
+#ifndef ncclFloat4x2
+#define ncclFloat4x2 ((ncclDataType_t)12)
+#endif
+
+/* Version of this interface's release, and the code ncclEpGetVersion answers with. */
+#define NCCL_EP_MAJOR 0
+#define NCCL_EP_MINOR 1
+#define NCCL_EP_PATCH 0
+#define NCCL_EP_VERSION_CODE (NCCL_EP_MAJOR * 10000 + NCCL_EP_MINOR * 100 + NCCL_EP_PATCH)
+
+/* ---- Structs that can grow ---------------------------------------------------------------------------------------
+ *
+ * Every struct that a caller passes by pointer starts with `size` (its sizeof where the caller was compiled) and `magic`.
+ * A library reads the fields that lie wholly inside `size`, takes those beyond it as 0, and ignores a tail it does not
+ * know. Sizes below the struct's first version are refused. Fields are only ever appended; the sizes of both versions are
+ * stated (NCCL_EP_*_V1_SIZE, _V2_SIZE) and checked when this header is compiled.
+ *
+ * Fill a struct with its _INIT macro, which sets `size` and `magic` and zeroes the rest, and then set fields:
+ *
+ *     ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+ *     in.tokens = &tokens;
+ *
+ * The macros are expressions (compound literals in C, a function's value in C++): they also serve in assignments. */
+#define NCCL_EP_API_VERSION 2
+#define NCCL_EP_MAGIC 0xC00FFFEEu
+
+#ifdef __cplusplus
+/* C++ before 20 has neither compound literals nor designated initialisers. */
+template <class T> static inline T ncclEpStructInit(unsigned int magic) {
+  T t = T();
+  t.size = (unsigned int)sizeof(T);
+  t.magic = magic;
+  return t;
+}
+template <class T> static inline T ncclEpStructInitVersion(unsigned int magic, unsigned int version) {
+  T t = ncclEpStructInit<T>(magic);
+  t.version = version;
+  return t;
+}
+#define NCCL_EP_STRUCT_INIT(type_, magic_) (ncclEpStructInit<type_>(magic_))
+#else
+#define NCCL_EP_STRUCT_INIT(type_, magic_) ((type_){.size = (unsigned int)sizeof(type_), .magic = (magic_)})
+#endif
+
+/* First byte after a field, and whether the struct behind a pointer reaches that far. */
+#define NCCL_EP_FIELD_END(type_, field_) ((unsigned int)(offsetof(type_, field_) + sizeof(((type_ *)0)->field_)))
+#define NCCL_EP_HAS_FIELD(ptr_, type_, field_) ((ptr_) != NULL && (ptr_)->size >= NCCL_EP_FIELD_END(type_, field_))
+
+#if defined(__cplusplus)
+#define NCCL_EP_STATIC_ASSERT(cond_, msg_) static_assert((cond_), msg_)
+#elif defined(__STDC_VERSION__) && __STDC_VERSION__ >= 201112L
+#define NCCL_EP_STATIC_ASSERT(cond_, msg_) _Static_assert((cond_), msg_)
+#else
+#define NCCL_EP_STATIC_ASSERT(cond_, msg_) struct ncclEpStaticAssert
+#endif
+
+/* `size` and `magic` lead, and the struct is as large as its current version. */
+#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI_AT(type_, base_, version_)                                                    \
+  NCCL_EP_STATIC_ASSERT((version_) <= NCCL_EP_API_VERSION, #base_ ": newer than NCCL_EP_API_VERSION");                 \
+  NCCL_EP_STATIC_ASSERT(offsetof(type_, size) == 0, #type_ ": size must come first");                                  \
+  NCCL_EP_STATIC_ASSERT(offsetof(type_, magic) == 4, #type_ ": magic must come second");                               \
+  NCCL_EP_STATIC_ASSERT(sizeof(type_) == base_##_V##version_##_SIZE, #type_ ": size differs from its version")
+#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI_OF(type_, base_, version_)                                                    \
+  NCCL_EP_STATIC_ASSERT_STRUCT_ABI_AT(type_, base_, version_)
+#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI(type_, base_)                                                                 \
+  NCCL_EP_STATIC_ASSERT_STRUCT_ABI_OF(type_, base_, base_##_CURRENT_VERSION)
+/* A version's last field ends where that version did. */
+#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(type_, base_, version_)                                              \
+  NCCL_EP_STATIC_ASSERT((version_) <= base_##_CURRENT_VERSION, #type_ ": newer than its current version");             \
+  NCCL_EP_STATIC_ASSERT(NCCL_EP_FIELD_END(type_, base_##_V##version_##_LAST_FIELD) == base_##_V##version_##_SIZE,      \
+                        #type_ ": a released version's fields moved")
+#define NCCL_EP_STATIC_ASSERT_OFFSET(type_, field_, offset_)                                                           \
+  NCCL_EP_STATIC_ASSERT(offsetof(type_, field_) == (offset_), #type_ ": " #field_ " moved")
+
+/* ---- Enumerations ------------------------------------------------------------------------------------------------- */
+
+/* "You decide": the value that a zero-filled field has. */
+#define NCCL_EP_AUTO 0
+
+typedef enum {
+  NCCL_EP_ALGO_LOW_LATENCY = 0,    /* small batches (decode); fixed places, no counts beforehand. Not supported yet */
+  NCCL_EP_ALGO_HIGH_THROUGHPUT = 1 /* training and prefill */
+} ncclEpAlgorithm_t;
+
+/* What happens when a rank must receive more rows than max_recv_tokens_per_rank. */
+typedef enum {
+  /* Rows that fit, in output order, arrive exactly; the others are dropped, combine leaves them out, and the number needed is
+   * reported by counts and by ncclEpGetAsyncError. Unlike other implementations this one never traps unless asked. */
+  NCCL_EP_OVERFLOW_AUTO = NCCL_EP_AUTO,
+  NCCL_EP_OVERFLOW_TRAP, /* end the CUDA context instead. Not supported yet */
+  NCCL_EP_OVERFLOW_DROP  /* as AUTO */
+} ncclEpOverflowPolicy_t;
+
+/* Shape and order of a dispatch output. N: received rows, M: padded slots, H: hidden, K: top-k, L: local experts,
+ * B: max_dispatch_tokens_per_rank. */
+typedef enum {
+  NCCL_EP_LAYOUT_UNSET = NCCL_EP_AUTO, /* refused: a layout must be named */
+  /* High throughput: tokens [M, H], topk_weights [M]. One slot per valid (token, k), grouped by local expert; inside an
+   * expert ordered by (source rank, source token, k). Every expert's zone starts at a multiple of the handle's alignment;
+   * padding rows are zero; an expert without tokens takes no rows. The expert side applies the weights.
+   * Low latency: tokens [L, R * B, H]; weights are applied by combine. */
+  NCCL_EP_LAYOUT_EXPERT_MAJOR,
+  /* Low latency only: tokens [R, B, H], topk_weights and topk_idx [R, B, K]. */
+  NCCL_EP_LAYOUT_RANK_MAJOR,
+  /* High throughput only: tokens [N, H], topk_weights [N, K], topk_idx [N, K]. Each token that chose at least one local expert,
+   * once, ordered by (source rank, source token). The expert side sums a row's local experts, weighted, before combine. */
+  NCCL_EP_LAYOUT_FLAT
+} ncclEpLayout_t;
+
+/* Direction of a pass. Forward dispatch carries routing weights; the backward pass of combine is a dispatch without them along
+ * the same handle; the backward pass of dispatch is a combine that carries the gradients of the weights too. */
+typedef enum { NCCL_EP_FWD_PASS = 0, NCCL_EP_BWD_PASS = 1 } ncclEpPassDir_t;
+
+/* Whether rows may go straight into window-backed tensors of the peers. */
+typedef enum {
+  NCCL_EP_ZERO_COPY_AUTO = NCCL_EP_AUTO, /* as the library finds best; today rows are staged */
+  NCCL_EP_ZERO_COPY_OFF,                 /* staging */
+  NCCL_EP_ZERO_COPY_ON                   /* no staging for what can go direct. Not supported yet */
+} ncclEpZeroCopyMode_t;
+
+/* Numbering of the expert ids that dispatch writes to its topk_idx output; -1 always means "not on this rank". */
+typedef enum {
+  NCCL_EP_EXPERT_ID_AUTO = NCCL_EP_AUTO, /* LOCAL, today */
+  NCCL_EP_EXPERT_ID_LOCAL = 1,           /* [0, L) */
+  NCCL_EP_EXPERT_ID_GLOBAL = 2           /* [rank * L, (rank + 1) * L) */
+} ncclEpExpertIdKind_t;
+
+/* Low-precision recipes of dispatch. */
+typedef enum {
+  NCCL_EP_DISP_QUANT_NONE = 0,      /* rows travel as they are, no scales */
+  NCCL_EP_DISP_QUANT_FWD = 1,       /* the caller's scale rows travel beside the token rows, bit for bit. Not supported yet */
+  NCCL_EP_DISP_QUANT_DS_FP8E3M4 = 2 /* BF16 in, E4M3 and FP32 scales per 128 elements out; low latency. Not supported yet */
+} ncclEpDispQuant_t;
+
+/* Low-precision recipes of combine. */
+typedef enum {
+  NCCL_EP_COMB_QUANT_NONE = 0,
+  NCCL_EP_COMB_QUANT_NVFP4 = 1 /* BF16 expert outputs travel as NVFP4; low latency, experimental. Not supported yet */
+} ncclEpCombQuant_t;
+
+/* ---- Tensors -------------------------------------------------------------------------------------------------------- */
+
+#define NCCL_EP_TENSOR_MAGIC 0xCAFECAFEu
+
+/* A dense row-major tensor. The descriptor is the caller's, on its stack or from ncclEpTensorAlloc, and owns nothing; the
+ * memory it points to and the `sizes` array are the caller's too.
+ *
+ *     size_t dims[2] = {tokens, hidden};
+ *     ncclEpTensor_t t = NCCL_EP_TENSOR_INIT;
+ *     t.ndim = 2; t.datatype = ncclBfloat16; t.data = pointer; t.sizes = dims;
+ */
+typedef struct ncclEpTensor {
+  unsigned int size;       /* set by NCCL_EP_TENSOR_INIT */
+  unsigned int magic;      /* set by NCCL_EP_TENSOR_INIT; 0: refused as uninitialised */
+  unsigned int ndim;       /* number of dimensions */
+  ncclDataType_t datatype; /* of an element */
+  void *data;              /* device address; NULL for a window-backed tensor, or when there are no elements */
+  ncclWindow_t win_hdl;    /* registered window that holds the tensor, or NULL */
+  uint64_t win_offset;     /* bytes from the window's start */
+  size_t *sizes;           /* [ndim] elements in each dimension, outermost first */
+} ncclEpTensor_t;
+
+/* For a brace initialiser with further fields: `ncclEpTensor_t t = {NCCL_EP_TENSOR_INIT_INLINE, .ndim = 2, ...};` (C and C++20) */
+#define NCCL_EP_TENSOR_INIT_INLINE .size = (unsigned int)sizeof(ncclEpTensor_t), .magic = NCCL_EP_TENSOR_MAGIC
+#define NCCL_EP_TENSOR_INIT NCCL_EP_STRUCT_INIT(ncclEpTensor_t, NCCL_EP_TENSOR_MAGIC)
+#define NCCL_EP_TENSOR_SIZE ((unsigned int)sizeof(ncclEpTensor_t))
+#define NCCL_EP_TENSOR_V1_LAST_FIELD sizes
+#define NCCL_EP_TENSOR_V1_SIZE 48u
+#define NCCL_EP_TENSOR_CURRENT_VERSION 1
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpTensor_t, NCCL_EP_TENSOR);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpTensor_t, NCCL_EP_TENSOR, 1);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpTensor_t, ndim, 8);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpTensor_t, datatype, 12);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpTensor_t, data, 16);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpTensor_t, win_hdl, 24);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpTensor_t, win_offset, 32);
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+} ncclEpTensorAllocConfig_t; /* no options yet */
+#define NCCL_EP_TENSOR_ALLOC_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpTensorAllocConfig_t, NCCL_EP_MAGIC)
+#define NCCL_EP_TENSOR_ALLOC_CONFIG_SIZE ((unsigned int)sizeof(ncclEpTensorAllocConfig_t))
+#define NCCL_EP_TENSOR_ALLOC_CONFIG_V1_LAST_FIELD magic
+#define NCCL_EP_TENSOR_ALLOC_CONFIG_V1_SIZE 8u
+#define NCCL_EP_TENSOR_ALLOC_CONFIG_CURRENT_VERSION 1
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpTensorAllocConfig_t, NCCL_EP_TENSOR_ALLOC_CONFIG);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpTensorAllocConfig_t, NCCL_EP_TENSOR_ALLOC_CONFIG, 1);
+
+/* ---- Group configuration -------------------------------------------------------------------------------------------- */
+
+/* The caller's device allocator. `context` is handed through. Both functions or neither; NULL: the CUDA runtime's. The
+ * group's window does not come from it: symmetric memory is NCCL's to allocate. */
+typedef cudaError_t (*ncclEpAllocFn_t)(void **ptr, size_t size, void *context);
+typedef cudaError_t (*ncclEpFreeFn_t)(void *ptr, void *context);
+typedef struct {
+  ncclEpAllocFn_t alloc_fn;
+  ncclEpFreeFn_t free_fn;
+  void *context;
+} ncclEpAllocConfig_t;
+NCCL_EP_STATIC_ASSERT(sizeof(ncclEpAllocConfig_t) == 24, "ncclEpAllocConfig_t: size");
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  unsigned int version;        /* NCCL_EP_API_VERSION of the caller */
+  ncclEpAlgorithm_t algorithm; /* NCCL_EP_ALGO_HIGH_THROUGHPUT; zero is low latency, which is not supported yet */
+  unsigned int num_experts;    /* E: a multiple of the number of ranks, at most 2048 */
+  /* B > 0: tokens a rank dispatches at most. B times top-k is at most 1048576. */
+  unsigned int max_dispatch_tokens_per_rank;
+  /* Budget: rows of a rank's dispatch output (padded slots in expert-major), at least B. NCCL_EP_AUTO: eager mode, the
+   * caller sizes its outputs to the counts of each routing. */
+  unsigned int max_recv_tokens_per_rank;
+  unsigned int max_token_bytes;       /* widest row of dispatch or combine, bytes: a multiple of 16, at most 65536 */
+  unsigned long int rdma_buffer_size; /* low latency's buffer; ignored in high throughput */
+  unsigned int num_qp_per_rank;       /* ignored: one scale-up domain has no queue pairs */
+  unsigned int num_channels;          /* ignored: see max_num_sms */
+  /* Thread blocks (SMs) of a kernel at most; NCCL_EP_AUTO: the whole GPU. Environment: NCCL_EP_NUM_SMS. With more than one rank
+   * dispatch and combine have at least two blocks, a sender and a receiver; they also work one after the other. */
+  unsigned int max_num_sms;
+  ncclEpAllocConfig_t alloc;              /* for the group's and the handles' device memory */
+  unsigned int enable_mask;               /* fault masks. Not supported yet: must be 0 */
+  uint64_t timeout_ns;                    /* of a wait inside a kernel; 0: 100 s. Environment: NCCL_EP_TIMEOUT_MS */
+  ncclEpZeroCopyMode_t zero_copy;         /* (version 2) */
+  ncclEpOverflowPolicy_t overflow_policy; /* (version 2) */
+  unsigned int num_topk;                  /* (version 2) largest K of any handle; 0: 32, or what B allows */
+  unsigned char padding_v2[4];
+} ncclEpGroupConfig_t;
+#ifdef __cplusplus
+#define NCCL_EP_GROUP_CONFIG_INIT                                                                                      \
+  (ncclEpStructInitVersion<ncclEpGroupConfig_t>(NCCL_EP_MAGIC, NCCL_EP_API_VERSION))
+#else
+#define NCCL_EP_GROUP_CONFIG_INIT                                                                                      \
+  ((ncclEpGroupConfig_t){.size = (unsigned int)sizeof(ncclEpGroupConfig_t),                                            \
+                         .magic = NCCL_EP_MAGIC,                                                                       \
+                         .version = NCCL_EP_API_VERSION})
+#endif
+#define NCCL_EP_GROUP_CONFIG_SIZE ((unsigned int)sizeof(ncclEpGroupConfig_t))
+#define NCCL_EP_GROUP_CONFIG_V1_LAST_FIELD timeout_ns
+#define NCCL_EP_GROUP_CONFIG_V1_SIZE 96u
+#define NCCL_EP_GROUP_CONFIG_V2_LAST_FIELD padding_v2
+#define NCCL_EP_GROUP_CONFIG_V2_SIZE 112u
+#define NCCL_EP_GROUP_CONFIG_CURRENT_VERSION 2
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpGroupConfig_t, NCCL_EP_GROUP_CONFIG);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpGroupConfig_t, NCCL_EP_GROUP_CONFIG, 1);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpGroupConfig_t, NCCL_EP_GROUP_CONFIG, 2);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, version, 8);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, algorithm, 12);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, num_experts, 16);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, max_dispatch_tokens_per_rank, 20);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, max_recv_tokens_per_rank, 24);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, max_token_bytes, 28);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, rdma_buffer_size, 32);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, num_qp_per_rank, 40);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, num_channels, 44);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, max_num_sms, 48);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, alloc, 56);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, enable_mask, 80);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, timeout_ns, 88);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, zero_copy, 96);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, overflow_policy, 100);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, num_topk, 104);
+
+typedef struct ncclEpGroup *ncclEpGroup_t;
+typedef struct ncclEpHandle *ncclEpHandle_t;
+
+/* ---- Handle-time structs -------------------------------------------------------------------------------------------- */
+
+/* Counters and numbering. Tensors are optional (NULL), 1-D, int32 or int64 each, filled on the call's stream.
+ * Given to ncclEpCreateHandle or ncclEpUpdateHandle they are filled with the routing's counts; given to a high-throughput
+ * ncclEpDispatch only recv_topk_idx_kind is read. */
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  ncclEpTensor_t *expert_counters;          /* [L] flat: rows that chose each local expert; expert-major: padded slots */
+  ncclEpTensor_t *src_rank_counters;        /* [R] low latency, rank-major. Not supported yet */
+  ncclEpTensor_t *expert_offsets;           /* [L] expert-major: first slot of each local expert */
+  ncclEpTensor_t *recv_total_counter;       /* [1] flat: received rows; expert-major: padded slots in all */
+  ncclEpExpertIdKind_t recv_topk_idx_kind;  /* (version 2) numbering of dispatch's topk_idx output, flat layout */
+  unsigned char padding_v2[4];
+} ncclEpLayoutInfo_t;
+#define NCCL_EP_LAYOUT_INFO_INIT NCCL_EP_STRUCT_INIT(ncclEpLayoutInfo_t, NCCL_EP_MAGIC)
+#define NCCL_EP_LAYOUT_INFO_SIZE ((unsigned int)sizeof(ncclEpLayoutInfo_t))
+#define NCCL_EP_LAYOUT_INFO_V1_LAST_FIELD recv_total_counter
+#define NCCL_EP_LAYOUT_INFO_V1_SIZE 40u
+#define NCCL_EP_LAYOUT_INFO_V2_LAST_FIELD padding_v2
+#define NCCL_EP_LAYOUT_INFO_V2_SIZE 48u
+#define NCCL_EP_LAYOUT_INFO_CURRENT_VERSION 2
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpLayoutInfo_t, NCCL_EP_LAYOUT_INFO);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpLayoutInfo_t, NCCL_EP_LAYOUT_INFO, 1);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpLayoutInfo_t, NCCL_EP_LAYOUT_INFO, 2);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpLayoutInfo_t, expert_counters, 8);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpLayoutInfo_t, src_rank_counters, 16);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpLayoutInfo_t, expert_offsets, 24);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpLayoutInfo_t, recv_total_counter, 32);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpLayoutInfo_t, recv_topk_idx_kind, 40);
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  size_t dispatch_output_per_expert_alignment; /* expert-major: rows that an expert's zone is aligned to, any number up to
+                                                  1048576; 0 and 1: none */
+} ncclEpHandleConfig_t;
+#define NCCL_EP_HANDLE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpHandleConfig_t, NCCL_EP_MAGIC)
+#define NCCL_EP_HANDLE_CONFIG_SIZE ((unsigned int)sizeof(ncclEpHandleConfig_t))
+#define NCCL_EP_HANDLE_CONFIG_V1_LAST_FIELD dispatch_output_per_expert_alignment
+#define NCCL_EP_HANDLE_CONFIG_V1_SIZE 16u
+#define NCCL_EP_HANDLE_CONFIG_CURRENT_VERSION 1
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpHandleConfig_t, NCCL_EP_HANDLE_CONFIG);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpHandleConfig_t, NCCL_EP_HANDLE_CONFIG, 1);
+
+/* ---- Dispatch and combine structs ------------------------------------------------------------------------------------ */
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  ncclEpTensor_t *tokens;       /* required: [T, H]; data NULL when T is 0 */
+  ncclEpTensor_t *topk_weights; /* [T, K] FP32: required forward, forbidden backward */
+  ncclEpTensor_t *scales;       /* [T, S]: not supported yet */
+} ncclEpDispatchInputs_t;
+#define NCCL_EP_DISPATCH_INPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchInputs_t, NCCL_EP_MAGIC)
+#define NCCL_EP_DISPATCH_INPUTS_SIZE ((unsigned int)sizeof(ncclEpDispatchInputs_t))
+#define NCCL_EP_DISPATCH_INPUTS_V1_LAST_FIELD scales
+#define NCCL_EP_DISPATCH_INPUTS_V1_SIZE 32u
+#define NCCL_EP_DISPATCH_INPUTS_CURRENT_VERSION 1
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpDispatchInputs_t, NCCL_EP_DISPATCH_INPUTS);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpDispatchInputs_t, NCCL_EP_DISPATCH_INPUTS, 1);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpDispatchInputs_t, tokens, 8);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpDispatchInputs_t, topk_weights, 16);
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  ncclEpTensor_t *tokens;       /* required: [rows, H], the input's type; see ncclEpDispatch for the number of rows */
+  ncclEpTensor_t *topk_weights; /* forward: flat [rows, K], expert-major [rows], FP32; forbidden backward */
+  ncclEpTensor_t *scales;       /* not supported yet */
+  ncclEpTensor_t *topk_idx;     /* forward, flat: [rows, K] int64; forbidden else */
+} ncclEpDispatchOutputs_t;
+#define NCCL_EP_DISPATCH_OUTPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchOutputs_t, NCCL_EP_MAGIC)
+#define NCCL_EP_DISPATCH_OUTPUTS_SIZE ((unsigned int)sizeof(ncclEpDispatchOutputs_t))
+#define NCCL_EP_DISPATCH_OUTPUTS_V1_LAST_FIELD topk_idx
+#define NCCL_EP_DISPATCH_OUTPUTS_V1_SIZE 40u
+#define NCCL_EP_DISPATCH_OUTPUTS_CURRENT_VERSION 1
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpDispatchOutputs_t, NCCL_EP_DISPATCH_OUTPUTS);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpDispatchOutputs_t, NCCL_EP_DISPATCH_OUTPUTS, 1);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpDispatchOutputs_t, tokens, 8);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpDispatchOutputs_t, topk_weights, 16);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpDispatchOutputs_t, scales, 24);
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  unsigned int send_only;         /* nonzero: only the sending part, ncclEpComplete does the rest. Not supported yet */
+  unsigned int round_scales;      /* scales to powers of two, for recipes that make scales; else must be 0 */
+  ncclEpPassDir_t pass_direction; /* forward unless set */
+  ncclEpDispQuant_t quant_recipe; /* (version 2) */
+} ncclEpDispatchConfig_t;
+#define NCCL_EP_DISPATCH_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchConfig_t, NCCL_EP_MAGIC)
+#define NCCL_EP_DISPATCH_CONFIG_SIZE ((unsigned int)sizeof(ncclEpDispatchConfig_t))
+#define NCCL_EP_DISPATCH_CONFIG_V1_LAST_FIELD pass_direction
+#define NCCL_EP_DISPATCH_CONFIG_V1_SIZE 20u
+#define NCCL_EP_DISPATCH_CONFIG_V2_LAST_FIELD quant_recipe
+#define NCCL_EP_DISPATCH_CONFIG_V2_SIZE 24u
+#define NCCL_EP_DISPATCH_CONFIG_CURRENT_VERSION 2
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpDispatchConfig_t, NCCL_EP_DISPATCH_CONFIG);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpDispatchConfig_t, NCCL_EP_DISPATCH_CONFIG, 1);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpDispatchConfig_t, NCCL_EP_DISPATCH_CONFIG, 2);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpDispatchConfig_t, send_only, 8);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpDispatchConfig_t, round_scales, 12);
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  ncclEpTensor_t *tokens;       /* required: [rows, H], the experts' outputs where dispatch had put their inputs */
+  ncclEpTensor_t *topk_weights; /* backward only: flat [rows, K], expert-major [rows], FP32 */
+  ncclEpTensor_t *scales;       /* (version 2) not supported yet */
+} ncclEpCombineInputs_t;
+#define NCCL_EP_COMBINE_INPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpCombineInputs_t, NCCL_EP_MAGIC)
+#define NCCL_EP_COMBINE_INPUTS_SIZE ((unsigned int)sizeof(ncclEpCombineInputs_t))
+#define NCCL_EP_COMBINE_INPUTS_V1_LAST_FIELD topk_weights
+#define NCCL_EP_COMBINE_INPUTS_V1_SIZE 24u
+#define NCCL_EP_COMBINE_INPUTS_V2_LAST_FIELD scales
+#define NCCL_EP_COMBINE_INPUTS_V2_SIZE 32u
+#define NCCL_EP_COMBINE_INPUTS_CURRENT_VERSION 2
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpCombineInputs_t, NCCL_EP_COMBINE_INPUTS);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpCombineInputs_t, NCCL_EP_COMBINE_INPUTS, 1);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpCombineInputs_t, NCCL_EP_COMBINE_INPUTS, 2);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpCombineInputs_t, tokens, 8);
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  ncclEpTensor_t *tokens;       /* required: [T, H], the input's type */
+  ncclEpTensor_t *topk_weights; /* backward: [T, K] FP32, receives each weight's gradient, 0 where the index was -1 */
+} ncclEpCombineOutputs_t;
+#define NCCL_EP_COMBINE_OUTPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpCombineOutputs_t, NCCL_EP_MAGIC)
+#define NCCL_EP_COMBINE_OUTPUTS_SIZE ((unsigned int)sizeof(ncclEpCombineOutputs_t))
+#define NCCL_EP_COMBINE_OUTPUTS_V1_LAST_FIELD topk_weights
+#define NCCL_EP_COMBINE_OUTPUTS_V1_SIZE 24u
+#define NCCL_EP_COMBINE_OUTPUTS_CURRENT_VERSION 1
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpCombineOutputs_t, NCCL_EP_COMBINE_OUTPUTS);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpCombineOutputs_t, NCCL_EP_COMBINE_OUTPUTS, 1);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpCombineOutputs_t, tokens, 8);
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  unsigned int send_only;         /* as in ncclEpDispatchConfig_t. Not supported yet */
+  ncclEpPassDir_t pass_direction; /* forward unless set */
+  ncclEpCombQuant_t quant_recipe; /* (version 2) */
+} ncclEpCombineConfig_t;
+#define NCCL_EP_COMBINE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpCombineConfig_t, NCCL_EP_MAGIC)
+#define NCCL_EP_COMBINE_CONFIG_SIZE ((unsigned int)sizeof(ncclEpCombineConfig_t))
+#define NCCL_EP_COMBINE_CONFIG_V1_LAST_FIELD pass_direction
+#define NCCL_EP_COMBINE_CONFIG_V1_SIZE 16u
+#define NCCL_EP_COMBINE_CONFIG_V2_LAST_FIELD quant_recipe
+#define NCCL_EP_COMBINE_CONFIG_V2_SIZE 20u
+#define NCCL_EP_COMBINE_CONFIG_CURRENT_VERSION 2
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpCombineConfig_t, NCCL_EP_COMBINE_CONFIG);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpCombineConfig_t, NCCL_EP_COMBINE_CONFIG, 1);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpCombineConfig_t, NCCL_EP_COMBINE_CONFIG, 2);
+NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpCombineConfig_t, send_only, 8);
+
+typedef struct ncclEpCompleteConfig {
+  unsigned int size;
+  unsigned int magic;
+} ncclEpCompleteConfig_t; /* no options yet */
+#define NCCL_EP_COMPLETE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpCompleteConfig_t, NCCL_EP_MAGIC)
+#define NCCL_EP_COMPLETE_CONFIG_SIZE ((unsigned int)sizeof(ncclEpCompleteConfig_t))
+#define NCCL_EP_COMPLETE_CONFIG_V1_LAST_FIELD magic
+#define NCCL_EP_COMPLETE_CONFIG_V1_SIZE 8u
+#define NCCL_EP_COMPLETE_CONFIG_CURRENT_VERSION 1
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpCompleteConfig_t, NCCL_EP_COMPLETE_CONFIG);
+NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpCompleteConfig_t, NCCL_EP_COMPLETE_CONFIG, 1);
+
+/* ---- Functions ------------------------------------------------------------------------------------------------------- */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ncclEpGetVersion: the library's release, as NCCL_EP_VERSION_CODE.
+ *   version  out, not NULL
+ * Local; any thread. ncclInvalidArgument: version is NULL. */
+ncclResult_t ncclEpGetVersion(int *version);
+
+/* ncclEpTensorAlloc: a descriptor on the heap with its own copy of `sizes`. It allocates no tensor memory: the caller sets
+ * `data`, or `win_hdl` and `win_offset`.
+ *   tensor    out, released by ncclEpTensorDestroy
+ *   ndim      1 to 8
+ *   datatype  element type
+ *   sizes     [ndim] extents, copied
+ *   config    NULL or NCCL_EP_TENSOR_ALLOC_CONFIG_INIT
+ * Local; any thread. */
+ncclResult_t ncclEpTensorAlloc(ncclEpTensor_t **tensor, unsigned int ndim, ncclDataType_t datatype, const size_t *sizes,
+                               const ncclEpTensorAllocConfig_t *config);
+
+/* ncclEpTensorDestroy: releases a descriptor from ncclEpTensorAlloc, not the memory it points to. NULL is accepted.
+ * ncclInvalidArgument: a descriptor that ncclEpTensorAlloc did not make. */
+ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t *tensor);
+
+/* ncclEpCreateGroup: a group over all ranks of a communicator.
+ *   ep_group  out
+ *   comm      NCCL's communicator, not NULL (PyTorch's is NULL until its first collective unless the process group was
+ *             made with a device id), or one of the emulated fabric. It must outlive the group.
+ *   config    not NULL; equal on all ranks except for max_num_sms, timeout_ns and alloc. Ranks compare it, and name the first
+ *             field that differs with both values.
+ * Collective; blocks the host. Reads the NCCL_EP_* environment. Allocates one symmetric window (its size:
+ * ncclEpCalculateBufferSize), registers it, and allocates scratch by `alloc`. Not allowed while the device's stream is
+ * being captured. ncclInvalidUsage also answers for several scale-up domains and other things not supported yet. */
+ncclResult_t ncclEpCreateGroup(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config);
+
+/* ncclEpGroupDestroy: releases a group's window, scratch and kernels.
+ * Collective, because ranks store into each other's windows: it waits until all ranks have called it. The caller has
+ * synchronised its streams with the group's work. After a timeout on the group it does not wait for the others. Handles of
+ * the group become invalid (further calls on them answer ncclInvalidArgument), their device memory is released; the
+ * handles themselves are released by ncclEpHandleDestroy, before or after. NULL is accepted. */
+ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t ep_group);
+
+/* ncclEpHandleMemSize: bytes of device memory that a handle's routing record takes.
+ *   layout    NCCL_EP_LAYOUT_FLAT or NCCL_EP_LAYOUT_EXPERT_MAJOR
+ *   config    NULL: defaults
+ *   size_out  out
+ *   num_topk  K, or -1: for any K of the group
+ * Local. */
+ncclResult_t ncclEpHandleMemSize(ncclEpGroup_t ep_group, ncclEpLayout_t layout, const ncclEpHandleConfig_t *config,
+                                 size_t *size_out, int num_topk);
+
+/* ncclEpInitHandle: a handle without routing, to be followed by ncclEpUpdateHandle.
+ *   handle      out
+ *   layout      of this handle's dispatch outputs
+ *   config      NULL: defaults
+ *   num_topk    K of the routings, 1 to 32 and at most the group's num_topk, or -1: known at the first update
+ *   handle_mem  NULL: the group's allocator. Else the caller's memory: 1-D ncclUint8, at least ncclEpHandleMemSize bytes, 256-byte
+ *               aligned, which must outlive the handle and stays the caller's.
+ * Local. With handle_mem it allocates nothing on the device and may be called while capturing; without it not.
+ * Memory that already holds a routing record of this group's shape (written through another handle, moved or copied by the
+ * caller) can be used by dispatch and combine without an update: give the K that wrote it; with -1 the first call reads it
+ * back, which synchronises that call's stream and is refused while capturing. */
+ncclResult_t ncclEpInitHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, ncclEpLayout_t layout,
+                              const ncclEpHandleConfig_t *config, int num_topk, const ncclEpTensor_t *handle_mem);
+
+/* ncclEpUpdateHandle: gives a handle the routing of a batch.
+ *   topk_idx     [T, K] int64 or int32 global expert ids; -1: no selection. T is at most max_dispatch_tokens_per_rank, may
+ *                differ from rank to rank and may be 0 (data may then be NULL). An id outside [0, E) counts as -1 and is reported by
+ *                ncclEpGetAsyncError. The same id twice in a row is two selections. May be overwritten once the stream has
+ *                passed this call.
+ *   layout_info  NULL, or counters to fill on the stream
+ * Collective, asynchronous, capturable. Compiles at first use of a shape. */
+ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx, const ncclEpLayoutInfo_t *layout_info,
+                                cudaStream_t stream);
+
+/* ncclEpCreateHandle: ncclEpInitHandle with memory of the group's allocator and K of topk_idx, then ncclEpUpdateHandle.
+ * Collective. Not allowed while `stream` is being captured. */
+ncclResult_t ncclEpCreateHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, ncclEpLayout_t layout,
+                                const ncclEpTensor_t *topk_idx, const ncclEpLayoutInfo_t *layout_info,
+                                const ncclEpHandleConfig_t *config, cudaStream_t stream);
+
+/* ncclEpHandleDestroy: releases a handle and the device memory it owns. Local. The caller has synchronised the streams that
+ * work on the handle, or its allocator is stream-safe. Allowed after the group is gone. NULL is accepted. */
+ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle);
+
+/* ncclEpDispatch: takes every token to the ranks of its experts.
+ *   inputs       tokens [T, H], T as in the update; any element type, moved bit for bit; H * element bytes is a multiple of 16 and at
+ *                most max_token_bytes; 16-byte aligned. topk_weights [T, K] in the forward pass.
+ *   outputs      tokens [rows, H] and, forward, topk_weights and (flat) topk_idx with as many rows. With a budget, rows is at least the
+ *                budget (max_recv_tokens_per_rank). Eager: rows is at least what the routing needs (recv_total_counter, or
+ *                ncclEpGetHostCounts); where the host knows the counts already fewer rows are refused, naming the number needed, else
+ *                the rows that fit arrive and ncclEpGetAsyncError says so.
+ *                Flat: token rows past the received ones stay untouched; with a budget, topk_idx and topk_weights past them are
+ *                set to -1 and 0.
+ *   layout_info  NULL, or recv_topk_idx_kind
+ *   config       NULL: forward, no recipe
+ * Collective, asynchronous, capturable. Any number of times per update. Bytes and order of the outputs depend on the inputs
+ * only. */
+ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
+                            const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
+                            const ncclEpDispatchConfig_t *config, cudaStream_t stream);
+
+/* ncclEpCombine: sums the experts' rows of every token, back at the token's rank.
+ *   inputs   tokens [rows, H] BF16, FP16 or FP32, rows as in dispatch; backward also topk_weights
+ *   outputs  tokens [T, H] of the same type; backward also topk_weights [T, K]
+ *   config   NULL: forward, no recipe
+ * y[t] is the sum over the slots that token t has, in FP32 and in a fixed order: the slots of one rank in ascending k, rounded to
+ * the token type, then the ranks' sums in the order of the highest k each holds, rounded once. Weights are applied by the
+ * expert side. A token without selection gets zeros. Collective, asynchronous, capturable, any number of times per update. */
+ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
+                           const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
+                           cudaStream_t stream);
+
+/* ncclEpComplete: the receiving part of a staged (send_only) operation. With nothing staged it succeeds and does nothing;
+ * staging is not supported yet, so there is never anything staged. */
+ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t *config, cudaStream_t stream);
+
+/* ncclEpMaskQuery, ncclEpMaskUpdate, ncclEpMaskClean: which ranks take part (1) or are masked (0).
+ *   mask_status  out, device memory, [R]
+ *   mask         host memory, [R]
+ * Not supported yet: ncclInvalidUsage. */
+ncclResult_t ncclEpMaskQuery(ncclEpGroup_t ep_group, int *mask_status, cudaStream_t stream);
+ncclResult_t ncclEpMaskUpdate(ncclEpGroup_t ep_group, const int *mask, cudaStream_t stream);
+ncclResult_t ncclEpMaskClean(ncclEpGroup_t ep_group, cudaStream_t stream);
+
+/* ncclEpGetAsyncError: whether a kernel of the group has reported something.
+ *   error_out  out: 0 nothing; 1 a wait timed out or was aborted, an expert id was out of range, or rows were dropped. Which of
+ *              these: ncclEpGetErrorInfo (nccl_ep_ext.h).
+ * Local; reads host memory, synchronises nothing. */
+ncclResult_t ncclEpGetAsyncError(ncclEpGroup_t ep_group, int *error_out);
+
+/* ncclEpErrorClear: makes ncclEpGetAsyncError answer 0 until the next report. After a bad id or dropped rows the group is
+ * as good as before. After a timeout or abort it is not: ranks may disagree about how many operations they have
+ * finished, so collective calls on it stay refused, and the group is to be destroyed and made anew on all ranks. Local. */
+ncclResult_t ncclEpErrorClear(ncclEpGroup_t ep_group);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
