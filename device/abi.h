@@ -124,10 +124,13 @@ typedef struct epCombineArgs {
   uint32_t pushBlocks, blocks; /* as in dispatch */
 } epCombineArgs;
 
-/* Shared memory of a block. */
-EP_HD uint32_t epUpdateSmem(const epConfig *c) { return 4u * (c->threads / 32) * (c->experts + c->ranks); }
+/* Shared memory of a block. Its first bytes hold a word on which the threads agree. */
+#define EP_VERDICT_BYTES 16u
+EP_HD uint32_t epUpdateSmem(const epConfig *c) {
+  return EP_VERDICT_BYTES + 4u * (c->threads / 32) * (c->experts + c->ranks);
+}
 /* dispatch and combine: the block's verdict word and an mbarrier a warp, then one row and its weights a warp */
-EP_HD uint32_t epControlSmem(const epConfig *c) { return (uint32_t)epAlignUp(16 + 8ull * (c->threads / 32), 128); }
+EP_HD uint32_t epControlSmem(const epConfig *c) { return (uint32_t)epAlignUp(EP_VERDICT_BYTES + 8ull * (c->threads / 32), 128); }
 EP_HD uint32_t epRowBufferBytes(const epConfig *c) {
   return (uint32_t)epAlignUp((uint64_t)c->rowBytes + (c->weights ? epWeightBytes(c->topk) : 0), 128);
 }

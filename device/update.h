@@ -55,7 +55,7 @@ template <class C> DEV epRouteLane ep_route_lane(const C c, const epUpdateArgs &
 
 /* Column `i` of a warp's histogram: experts first, then ranks. */
 template <class C> DEV uint32_t ep_hist(const C c, uint32_t w, uint32_t i) {
-  return p::smem_base() + 4 * (w * (c.experts + c.ranks) + i);
+  return p::smem_base() + EP_VERDICT_BYTES + 4 * (w * (c.experts + c.ranks) + i);
 }
 
 template <class C> DEV void ep_update_count(const C c, const epUpdateArgs &a, uint32_t t0, uint32_t t1) {
@@ -159,6 +159,18 @@ template <class C> DEV void ep_update_place(const C c, const epUpdateArgs &a, ui
     }
     p::sync_warp();
   }
+}
+
+/* The last block whose meta rows are stored raises the flags of all: its counter makes their stores its own to release. */
+template <class C> DEV void ep_update_send_flags(const C c, const epUpdateArgs &a, uint32_t gen) {
+  p::sync_threads();
+  if (p::tid() == 0)
+    p::sts<uint32_t>(p::smem_base(), p::atomic_add_acq_rel_gpu(&ep_state(a.group)->updateSent, 1));
+  p::sync_threads();
+  bool last = p::lds<uint32_t>(p::smem_base()) == a.blocks - 1;
+  for (uint32_t d = p::tid(); last && d < c.ranks; d += c.threads)
+    p::st_release_sys((uint32_t *)(ep_window(a.group, d) + a.group.window.metaFlags) + a.group.rank, gen);
+  p::sync_threads();
 }
 
 /* Warp 0 writes out[0..n] = exclusive prefix of in(i), out[n] = sum. */
@@ -321,30 +333,23 @@ template <class C> DEV void ep_update(const C c, const epUpdateArgs &a) {
   p::sync_threads();
   ep_update_publish(c, histogram);
   p::sync_threads();
-  if (p::tid() == 0) { /* a wait that gives up has reported; its kernel finishes in order with what it has */
+  bool ok = true;
+  if (p::tid() == 0) {
     p::atomic_add_acq_rel_gpu(&state->updateArrived, 1);
     if (c.bug != EP_BUG_NO_GRID_BARRIER)
-      ep_wait_flag(a.group, &state->updateArrived, a.blocks, EP_PHASE_GRID, a.group.rank);
+      ok = ep_wait_flag(a.group, &state->updateArrived, a.blocks, EP_PHASE_GRID, a.group.rank);
   }
-  p::sync_threads();
-  ep_update_bases(c, a, histogram, gen);
-  p::sync_threads();
-  ep_update_place(c, a, t0, t1, gen);
-  p::sync_threads();
-  if (p::tid() == 0)
-    p::sts<uint32_t>(p::smem_base(), p::atomic_add_acq_rel_gpu(&state->updateSent, 1));
-  p::sync_threads();
-  bool lastSent = p::lds<uint32_t>(p::smem_base()) == a.blocks - 1;
-  if (lastSent)
-    for (uint32_t d = p::tid(); d < c.ranks; d += c.threads)
-      p::st_release_sys((uint32_t *)(ep_window(a.group, d) + a.group.window.metaFlags) + a.group.rank, gen);
-  p::sync_threads();
-  if (p::bid() == 0)
-    ep_update_gather(c, a, gen);
-  if (p::bid() == a.blocks - 1)
-    ep_update_replies(c, a, gen);
-  p::sync_threads();
-  ep_update_copy_meta(c, a, gen);
+  if (ep_block_agrees(ok)) {
+    ep_update_bases(c, a, histogram, gen);
+    p::sync_threads();
+    ep_update_place(c, a, t0, t1, gen);
+    ep_update_send_flags(c, a, gen);
+    if (p::bid() == 0)
+      ep_update_gather(c, a, gen);
+    if (p::bid() == a.blocks - 1)
+      ep_update_replies(c, a, gen);
+    ep_update_copy_meta(c, a, gen);
+  }
   p::sync_threads();
   if (p::tid() == 0 && p::atomic_add_acq_rel_gpu(&state->updateDone, 1) == a.blocks - 1) {
     p::stg<uint32_t>(&state->updateArrived, 0);
