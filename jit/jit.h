@@ -1,8 +1,7 @@
-/* Key -> generated source -> NVRTC -> cached cubin. Knows nothing of the driver: it yields machine code; the CUDA backend
- * loads it. Thread-safe. Options from the environment are read at epJitOpen:
- *   NCCL_EP_JIT_CACHE_DIR   folder (default $XDG_CACHE_HOME/nccl_ep or ~/.cache/nccl_ep); empty: no disk cache
- *   NCCL_EP_JIT_DUMP        folder that receives source, PTX, cubin and, where cuobjdump/nvdisasm is found, SASS
- *   NCCL_EP_JIT_LINEINFO    1: line information
+/* Key -> generated source -> NVRTC -> cached cubin. Knows nothing of the driver: it yields machine code; the CUDA
+ * backend loads it. Thread-safe. Options from the environment are read at epJitOpen: NCCL_EP_JIT_CACHE_DIR   folder
+ * (default $XDG_CACHE_HOME/nccl_ep or ~/.cache/nccl_ep); empty: no disk cache NCCL_EP_JIT_DUMP        folder that
+ * receives source, PTX, cubin and, where cuobjdump/nvdisasm is found, SASS NCCL_EP_JIT_LINEINFO    1: line information
  *   NCCL_EP_JIT_VERBOSE     1: one log line a compile or cache hit, with time, registers and spills
  *   NCCL_EP_NVRTC           path of libnvrtc, when it is neither loaded nor found by the loader */
 #ifndef EP_JIT_JIT_H_
