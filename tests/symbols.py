@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""What the built library shows to the loader: its exported symbols are the version map's and the headers' functions, and it
+needs no CUDA, NCCL or C++ library. Prints one line a check in cmocka's style."""
+import argparse
+import re
+import subprocess
+import sys
+
+# Part of glibc, on every system that runs the library.
+LIBC = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+
+
+def run(*command):
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, universal_newlines=True).stdout
+
+
+def exported(library):
+    names = set()
+    for line in run("nm", "-D", "--defined-only", library).splitlines():
+        name, kind = line.split()[-1], line.split()[-2]
+        if kind != "A":  # a version node
+            names.add(name.split("@")[0])
+    return names
+
+
+def mapped(path):
+    """Names in the global parts of the version map."""
+    text = re.sub(r"/\*.*?\*/|#[^\n]*", "", open(path).read(), flags=re.S)
+    names = set()
+    for body in re.findall(r"\{(.*?)\}", text, re.S):
+        part = body.split("local:")[0].replace("global:", "")
+        names.update(n.strip() for n in part.split(";") if n.strip())
+    return names
+
+
+def declared(headers):
+    """Functions that the public headers declare."""
+    names = set()
+    for path in headers:
+        text = re.sub(r"/\*.*?\*/", "", open(path).read(), flags=re.S)
+        names.update(re.findall(r"^(?:ncclResult_t|const char \*)\s*(ncclEp\w+)\(", text, re.M))
+    return names
+
+
+def needed(library):
+    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-d", library)))
+
+
+def banner(library):
+    """The line that Python loaders look for in the file."""
+    return re.search(rb"NCCL EP version \d+\.\d+\.\d+\+cuda\d+\.\d+", open(library, "rb").read())
+
+
+def main():
+    args = argparse.ArgumentParser()
+    args.add_argument("--library", required=True)
+    args.add_argument("--map", required=True)
+    args.add_argument("headers", nargs="+")
+    a = args.parse_args()
+    symbols, listed, functions = exported(a.library), mapped(a.map), declared(a.headers)
+    checks = [
+        ("exported symbols equal the map", symbols ^ listed),
+        ("exported symbols are ncclEp* only", {s for s in symbols if not s.startswith("ncclEp")}),
+        ("declared functions are exported", functions - symbols),
+        ("exported functions are declared", symbols - functions),
+        ("only libc is needed", needed(a.library) - LIBC),
+        ("the soname is libnccl_ep.so.0", set() if "[libnccl_ep.so.0]" in run("readelf", "-d", a.library) else {"it is not"}),
+        ("the version banner is there", set() if banner(a.library) else {"it is not"}),
+    ]
+    wrong = [c for c in checks if c[1]]
+    for name, bad in checks:
+        print("[%s ] %s%s" % ("  FAILED " if bad else "       OK", name, ": " + ", ".join(sorted(bad)) if bad else ""))
+    print("[  PASSED  ] %d test(s)." % (len(checks) - len(wrong)))
+    if wrong:
+        print("[  FAILED  ] %d test(s)." % len(wrong))
+    return 1 if wrong else 0
+
+
+sys.exit(main())
