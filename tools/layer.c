@@ -1,0 +1,303 @@
+/* One rank's half of a MoE layer over the public interface. Buffers are allocated with guard bands that are filled once and
+ * inspected after runs: whatever writes outside its tensor is seen, also on GPUs. */
+#define _GNU_SOURCE
+#include "layer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "failure.h"
+
+#define GUARD_BYTES 4096u
+#define GUARD_BYTE 0x5A
+
+static int told(const epLayer *layer, ncclResult_t rc, const char *what) {
+  if (rc == ncclSuccess)
+    return 0;
+  return epToolFail("rank %d: %s: error %d: %s", layer->port->rank, what, (int)rc, ncclEpGetLastErrorString());
+}
+
+size_t epLayerRowBytes(const epLayerConfig *config) { return config->hidden * epRefTypeBytes(config->type); }
+
+uint64_t epLayerWorstRows(const epLayerConfig *config, int ranks, int repeats) {
+  uint64_t locals = config->experts / (unsigned)ranks, align = config->align > 1 ? config->align : 1;
+  uint64_t copies = !repeats && locals < config->topk ? locals : config->topk;
+  uint64_t rows = (uint64_t)ranks * config->maxTokens;
+  if (config->layout == EP_REF_FLAT)
+    return rows;
+  rows = rows * copies + locals * (align - 1);
+  return (rows + align - 1) / align * align;
+}
+
+/* ---- Buffers ------------------------------------------------------------------------------------------------------- */
+
+static int guard(epLayer *layer, epBuffer *buffer) {
+  return epPortFill(layer->port, buffer->base, GUARD_BYTE, GUARD_BYTES) ||
+         epPortFill(layer->port, buffer->data + buffer->bytes, GUARD_BYTE, GUARD_BYTES);
+}
+
+static int allocate(epLayer *layer, epBuffer *buffer, size_t bytes, const char *name) {
+  void *base = NULL;
+  if (epPortAlloc(layer->port, &base, bytes + 2 * GUARD_BYTES, name))
+    return -1;
+  *buffer = (epBuffer){.base = base, .data = (unsigned char *)base + GUARD_BYTES, .bytes = bytes, .name = name};
+  return guard(layer, buffer);
+}
+
+/* Outputs and what they are filled with before a run. */
+static const struct {
+  size_t offset;
+  int fill;
+} outputs[] = {{offsetof(epLayer, outTokens), EP_FILL_BYTE}, {offsetof(epLayer, outWeights), EP_FILL_NAN},
+               {offsetof(epLayer, outIdx), EP_FILL_BYTE},    {offsetof(epLayer, counters), EP_FILL_BYTE},
+               {offsetof(epLayer, offsets), EP_FILL_BYTE},   {offsetof(epLayer, total), EP_FILL_BYTE},
+               {offsetof(epLayer, y), EP_FILL_NAN},          {offsetof(epLayer, yWeights), EP_FILL_NAN}};
+#define OUTPUTS (sizeof(outputs) / sizeof(*outputs))
+
+static epBuffer *output(epLayer *layer, size_t i) { return (epBuffer *)(void *)((char *)layer + outputs[i].offset); }
+
+int epLayerPrefill(epLayer *layer) {
+  for (size_t i = 0; i < OUTPUTS; i++) {
+    epBuffer *buffer = output(layer, i);
+    if (buffer->base && epPortFill(layer->port, buffer->data, outputs[i].fill, buffer->bytes))
+      return -1;
+  }
+  return 0;
+}
+
+static int checkGuard(epLayer *layer, const epBuffer *buffer, const unsigned char *device, const char *side) {
+  unsigned char bytes[GUARD_BYTES];
+  if (epPortCopy(layer->port, bytes, device, sizeof(bytes)))
+    return -1;
+  for (unsigned i = 0; i < sizeof(bytes); i++)
+    if (bytes[i] != GUARD_BYTE)
+      return epToolFail("rank %d: %s: byte %u of the guard band %s the buffer was overwritten: got 0x%02x", layer->port->rank,
+                        buffer->name, i, side, bytes[i]);
+  return 0;
+}
+
+int epLayerCheckGuards(epLayer *layer) {
+  int rc = 0;
+  for (size_t i = 0; i < OUTPUTS; i++) {
+    const epBuffer *buffer = output(layer, i);
+    if (buffer->base && (checkGuard(layer, buffer, buffer->base, "before") ||
+                         checkGuard(layer, buffer, buffer->data + buffer->bytes, "after"))) {
+      rc = -1;
+      guard(layer, output(layer, i)); /* tell it once */
+    }
+  }
+  return rc;
+}
+
+int epLayerRead(epLayer *layer, const epBuffer *buffer, size_t bytes, void **out) {
+  *out = malloc(bytes + 1);
+  if (!*out)
+    return epToolFail("rank %d: out of host memory for %zu bytes of %s", layer->port->rank, bytes, buffer->name);
+  if (epPortCopy(layer->port, *out, buffer->data, bytes)) {
+    free(*out);
+    *out = NULL;
+    return -1;
+  }
+  return 0;
+}
+
+/* ---- Opening ------------------------------------------------------------------------------------------------------- */
+
+static int createGroup(epLayer *layer) {
+  const epLayerConfig *c = &layer->config;
+  ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
+  config.algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
+  config.num_experts = c->experts;
+  config.max_dispatch_tokens_per_rank = c->maxTokens;
+  config.max_recv_tokens_per_rank = (unsigned)c->budget;
+  config.max_token_bytes = (unsigned)epLayerRowBytes(c);
+  config.max_num_sms = c->sms;
+  config.timeout_ns = c->timeoutMs * 1000000ull;
+  config.num_topk = c->topk;
+  return told(layer, ncclEpCreateGroup(&layer->group, layer->port->comm, &config), "ncclEpCreateGroup");
+}
+
+static int createHandle(epLayer *layer) {
+  const epLayerConfig *c = &layer->config;
+  ncclEpHandleConfig_t config = NCCL_EP_HANDLE_CONFIG_INIT;
+  config.dispatch_output_per_expert_alignment = c->layout == EP_REF_EXPERT_MAJOR ? c->align : 0;
+  return told(layer,
+              ncclEpInitHandle(&layer->handle, layer->group,
+                               c->layout == EP_REF_FLAT ? NCCL_EP_LAYOUT_FLAT : NCCL_EP_LAYOUT_EXPERT_MAJOR, &config,
+                               (int)c->topk, NULL),
+              "ncclEpInitHandle");
+}
+
+static int createBuffers(epLayer *layer) {
+  const epLayerConfig *c = &layer->config;
+  size_t row = epLayerRowBytes(c), tokens = c->maxTokens, locals = c->experts / (unsigned)layer->port->ranks;
+  size_t perRow = c->layout == EP_REF_FLAT ? c->topk : 1, counter = c->index32 ? 4 : 8;
+  for (unsigned i = 0; i < c->routings; i++)
+    if (allocate(layer, &layer->idx[i], tokens * c->topk * (c->index32 ? 4 : 8), "topk_idx"))
+      return -1;
+  if (allocate(layer, &layer->inTokens, tokens * row, "dispatch input tokens") ||
+      allocate(layer, &layer->inWeights, tokens * c->topk * 4, "dispatch input topk_weights") ||
+      allocate(layer, &layer->outTokens, c->capacity * row, "dispatch output tokens") ||
+      allocate(layer, &layer->outWeights, c->capacity * perRow * 4, "dispatch output topk_weights") ||
+      allocate(layer, &layer->counters, locals * counter, "expert_counters") ||
+      allocate(layer, &layer->total, counter, "recv_total_counter") ||
+      allocate(layer, &layer->expertOut, c->capacity * row, "combine input tokens") ||
+      allocate(layer, &layer->y, tokens * row, "combine output tokens"))
+    return -1;
+  if (c->layout == EP_REF_FLAT ? allocate(layer, &layer->outIdx, c->capacity * c->topk * 8, "dispatch output topk_idx")
+                               : allocate(layer, &layer->offsets, locals * counter, "expert_offsets"))
+    return -1;
+  if (c->backward &&
+      (allocate(layer, &layer->expertWeights, c->capacity * perRow * 4, "combine input topk_weights") ||
+       allocate(layer, &layer->yWeights, tokens * c->topk * 4, "combine output topk_weights")))
+    return -1;
+  return 0;
+}
+
+int epLayerOpen(epPort *port, const epLayerConfig *config, epLayer **out) {
+  epLayer *layer = calloc(1, sizeof(*layer));
+  if (!layer)
+    return epToolFail("out of host memory");
+  layer->port = port;
+  layer->config = *config;
+  if (createGroup(layer) || createHandle(layer) || createBuffers(layer)) {
+    epLayerClose(layer);
+    return -1;
+  }
+  *out = layer;
+  return 0;
+}
+
+int epLayerClose(epLayer *layer) {
+  int rc = 0;
+  epBuffer *single[] = {&layer->inTokens, &layer->inWeights, &layer->outTokens, &layer->outWeights,    &layer->outIdx,
+                        &layer->counters, &layer->offsets,   &layer->total,     &layer->expertOut,     &layer->expertWeights,
+                        &layer->y,        &layer->yWeights};
+  if (layer->handle)
+    rc |= told(layer, ncclEpHandleDestroy(layer->handle), "ncclEpHandleDestroy");
+  if (layer->group)
+    rc |= told(layer, ncclEpGroupDestroy(layer->group), "ncclEpGroupDestroy");
+  for (size_t i = 0; i < sizeof(single) / sizeof(*single); i++)
+    epPortFree(layer->port, single[i]->base);
+  for (unsigned i = 0; i < EP_LAYER_ROUTINGS; i++)
+    epPortFree(layer->port, layer->idx[i].base);
+  free(layer);
+  return rc;
+}
+
+/* ---- Calls --------------------------------------------------------------------------------------------------------- */
+
+int epLayerSetIndices(epLayer *layer, unsigned routing, const int64_t *idx, uint32_t tokens) {
+  size_t entries = (size_t)tokens * layer->config.topk;
+  int32_t *narrow;
+  int rc;
+  layer->tokens[routing] = tokens;
+  if (!layer->config.index32)
+    return epPortCopy(layer->port, layer->idx[routing].data, idx, entries * sizeof(*idx));
+  narrow = malloc(entries * sizeof(*narrow) + 1);
+  if (!narrow)
+    return epToolFail("out of host memory");
+  for (size_t i = 0; i < entries; i++)
+    narrow[i] = (int32_t)idx[i];
+  rc = epPortCopy(layer->port, layer->idx[routing].data, narrow, entries * sizeof(*narrow));
+  free(narrow);
+  return rc;
+}
+
+static ncclDataType_t typeOf(const epLayer *layer) {
+  return layer->config.type == EP_REF_BF16 ? ncclBfloat16 : layer->config.type == EP_REF_F16 ? ncclFloat16 : ncclFloat32;
+}
+
+/* A tensor over a buffer; without rows it has no address. sizes: the caller's [2]. */
+static ncclEpTensor_t tensorOf(const epBuffer *buffer, ncclDataType_t type, unsigned ndim, size_t *sizes, size_t rows,
+                               size_t columns) {
+  ncclEpTensor_t tensor = NCCL_EP_TENSOR_INIT;
+  sizes[0] = rows;
+  sizes[1] = columns;
+  tensor.ndim = ndim;
+  tensor.datatype = type;
+  tensor.data = rows ? buffer->data : NULL;
+  tensor.sizes = sizes;
+  return tensor;
+}
+
+int epLayerUpdate(epLayer *layer, unsigned routing) {
+  const epLayerConfig *c = &layer->config;
+  size_t locals = c->experts / (unsigned)layer->port->ranks, sizes[4][2];
+  ncclDataType_t integer = c->index32 ? ncclInt32 : ncclInt64;
+  ncclEpTensor_t idx = tensorOf(&layer->idx[routing], integer, 2, sizes[0], layer->tokens[routing], c->topk);
+  ncclEpTensor_t counters = tensorOf(&layer->counters, integer, 1, sizes[1], locals, 1);
+  ncclEpTensor_t offsets = tensorOf(&layer->offsets, integer, 1, sizes[2], locals, 1);
+  ncclEpTensor_t total = tensorOf(&layer->total, integer, 1, sizes[3], 1, 1);
+  ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
+  ncclEpHostCounts_t counts = NCCL_EP_HOST_COUNTS_INIT;
+  info.expert_counters = &counters;
+  info.expert_offsets = c->layout == EP_REF_EXPERT_MAJOR ? &offsets : NULL;
+  info.recv_total_counter = &total;
+  layer->current = routing;
+  if (told(layer, ncclEpUpdateHandle(layer->handle, &idx, &info, layer->port->stream), "ncclEpUpdateHandle"))
+    return -1;
+  if (c->budget)
+    return 0;
+  if (told(layer, ncclEpGetHostCounts(layer->handle, &counts), "ncclEpGetHostCounts"))
+    return -1;
+  layer->eagerRows = counts.total_padded;
+  if (layer->eagerRows > c->capacity)
+    return epToolFail("rank %d: the update says %u rows, more than the %llu there can be", layer->port->rank,
+                      counts.total_padded, (unsigned long long)c->capacity);
+  return 0;
+}
+
+static size_t outputRows(const epLayer *layer) {
+  return layer->config.budget ? (size_t)layer->config.budget : (size_t)layer->eagerRows;
+}
+
+/* [rows] in the expert-major layout, [rows, K] in the flat one. */
+static ncclEpTensor_t weightsOf(const epLayer *layer, const epBuffer *buffer, size_t *sizes) {
+  unsigned ndim = layer->config.layout == EP_REF_FLAT ? 2 : 1;
+  return tensorOf(buffer, ncclFloat32, ndim, sizes, outputRows(layer), layer->config.topk);
+}
+
+int epLayerDispatch(epLayer *layer, int backward) {
+  const epLayerConfig *c = &layer->config;
+  size_t sizes[5][2], tokens = layer->tokens[layer->current], rows = outputRows(layer);
+  ncclEpTensor_t in = tensorOf(&layer->inTokens, typeOf(layer), 2, sizes[0], tokens, c->hidden);
+  ncclEpTensor_t inWeights = tensorOf(&layer->inWeights, ncclFloat32, 2, sizes[1], tokens, c->topk);
+  ncclEpTensor_t out = tensorOf(&layer->outTokens, typeOf(layer), 2, sizes[2], rows, c->hidden);
+  ncclEpTensor_t outWeights = weightsOf(layer, &layer->outWeights, sizes[3]);
+  ncclEpTensor_t outIdx = tensorOf(&layer->outIdx, ncclInt64, 2, sizes[4], rows, c->topk);
+  ncclEpDispatchInputs_t inputs = NCCL_EP_DISPATCH_INPUTS_INIT;
+  ncclEpDispatchOutputs_t result = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
+  inputs.tokens = &in;
+  result.tokens = &out;
+  if (!backward) {
+    inputs.topk_weights = &inWeights;
+    result.topk_weights = &outWeights;
+    result.topk_idx = c->layout == EP_REF_FLAT ? &outIdx : NULL;
+  }
+  config.pass_direction = backward ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
+  return told(layer, ncclEpDispatch(layer->handle, &inputs, &result, NULL, &config, layer->port->stream),
+              backward ? "ncclEpDispatch (backward)" : "ncclEpDispatch");
+}
+
+int epLayerCombine(epLayer *layer, int backward) {
+  const epLayerConfig *c = &layer->config;
+  size_t sizes[4][2], tokens = layer->tokens[layer->current], rows = outputRows(layer);
+  ncclEpTensor_t in = tensorOf(&layer->expertOut, typeOf(layer), 2, sizes[0], rows, c->hidden);
+  ncclEpTensor_t inWeights = weightsOf(layer, &layer->expertWeights, sizes[1]);
+  ncclEpTensor_t out = tensorOf(&layer->y, typeOf(layer), 2, sizes[2], tokens, c->hidden);
+  ncclEpTensor_t outWeights = tensorOf(&layer->yWeights, ncclFloat32, 2, sizes[3], tokens, c->topk);
+  ncclEpCombineInputs_t inputs = NCCL_EP_COMBINE_INPUTS_INIT;
+  ncclEpCombineOutputs_t result = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
+  inputs.tokens = &in;
+  result.tokens = &out;
+  if (backward) {
+    inputs.topk_weights = &inWeights;
+    result.topk_weights = &outWeights;
+  }
+  config.pass_direction = backward ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
+  return told(layer, ncclEpCombine(layer->handle, &inputs, &result, &config, layer->port->stream),
+              backward ? "ncclEpCombine (backward)" : "ncclEpCombine");
+}

@@ -1,0 +1,70 @@
+/* One rank's half of a MoE layer as the tools run it: group, handle, guarded buffers, and the five calls (update, dispatch,
+ * combine, and the backward pass of each). Nothing here knows what the right answer is. */
+#ifndef EP_TOOLS_LAYER_H_
+#define EP_TOOLS_LAYER_H_
+
+#include "data.h"
+#include "fabric.h"
+#include "reference.h"
+
+#define EP_LAYER_ROUTINGS 8 /* prepared at most */
+
+typedef struct epLayerConfig {
+  epRefType type;
+  epRefLayout layout;
+  uint32_t hidden, experts, topk, maxTokens, align;
+  uint64_t budget;   /* max_recv_tokens_per_rank; 0: eager */
+  uint64_t capacity; /* rows allocated */
+  int index32;       /* topk_idx and counters are int32, else int64 */
+  int backward;      /* also the buffers of the backward pass */
+  unsigned routings; /* index buffers */
+  unsigned sms, timeoutMs;
+} epLayerConfig;
+
+/* Device memory with a guard band on either side. */
+typedef struct epBuffer {
+  unsigned char *base, *data;
+  size_t bytes;
+  const char *name;
+} epBuffer;
+
+typedef struct epLayer {
+  epPort *port;
+  epLayerConfig config;
+  ncclEpGroup_t group;
+  ncclEpHandle_t handle;
+  uint32_t tokens[EP_LAYER_ROUTINGS]; /* T of each uploaded routing */
+  uint64_t eagerRows;                 /* rows of the outputs in eager mode; set after the update */
+  epBuffer idx[EP_LAYER_ROUTINGS], inTokens, inWeights;
+  epBuffer outTokens, outWeights, outIdx;
+  epBuffer counters, offsets, total;
+  epBuffer expertOut, expertWeights; /* input of combine */
+  epBuffer y, yWeights;
+  unsigned current; /* routing of the last update */
+} epLayer;
+
+int epLayerOpen(epPort *port, const epLayerConfig *config, epLayer **out);
+int epLayerClose(epLayer *layer);
+
+size_t epLayerRowBytes(const epLayerConfig *config);
+/* Rows that no routing can exceed. repeats: a row may hold an id twice. */
+uint64_t epLayerWorstRows(const epLayerConfig *config, int ranks, int repeats);
+
+int epLayerSetIndices(epLayer *layer, unsigned routing, const int64_t *idx, uint32_t tokens);
+
+/* Queued on the port's stream. */
+int epLayerUpdate(epLayer *layer, unsigned routing);
+int epLayerDispatch(epLayer *layer, int backward);
+int epLayerCombine(epLayer *layer, int backward);
+
+/* Every output buffer the next run may write, guard bands included. */
+int epLayerPrefill(epLayer *layer);
+/* -1 after naming the first buffer whose guard bands were written. */
+int epLayerCheckGuards(epLayer *layer);
+/* Reads a buffer back, all of it. The caller frees. */
+int epLayerRead(epLayer *layer, const epBuffer *buffer, size_t bytes, void **out);
+
+#define EP_FILL_BYTE 0xAB /* outputs that move bytes */
+#define EP_FILL_NAN 0xFF  /* outputs that are sums: NaN in every type */
+
+#endif

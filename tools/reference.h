@@ -1,0 +1,73 @@
+/* The plain C reference of dispatch and combine: what each call must give, for all ranks at once, in the simplest loops.
+ * Everything that moves tokens (GPU kernels, emulated fabric) is compared with it, so it shares no arithmetic with them. */
+#ifndef EP_TOOLS_REFERENCE_H_
+#define EP_TOOLS_REFERENCE_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum { EP_REF_FLAT = 0, EP_REF_EXPERT_MAJOR } epRefLayout;
+typedef enum { EP_REF_BF16 = 0, EP_REF_F16, EP_REF_F32 } epRefType;
+
+/* What every rank decided. The arrays are the caller's and must outlive the reference. */
+typedef struct epRefRouting {
+  uint32_t ranks, experts, topk;
+  epRefLayout layout;
+  uint32_t align;                /* rows at which an expert's zone may start; 0 and 1: any */
+  uint64_t budget;               /* rows that the output holds; 0: as many as needed */
+  const uint32_t *tokens;        /* [ranks] T of each rank */
+  const int64_t *const *topkIdx; /* [ranks] -> [T][topk]; entries outside [0, experts) select nothing */
+} epRefRouting;
+
+/* Where a row of a dispatch output comes from. Flat rows stand for all k of the token: k is -1. Padding: source is -1. */
+typedef struct epRefRow {
+  int32_t source, token, k;
+} epRefRow;
+
+/* What one rank receives. Counts are those of the whole routing, also where the budget cuts rows off. */
+typedef struct epRefRank {
+  uint64_t needed;           /* rows of the output, padding included */
+  uint64_t rows;             /* of these, rows that fit the budget */
+  uint64_t total;            /* the same without padding */
+  epRefRow *row;             /* [rows] */
+  uint64_t *perSource;       /* [ranks] tokens that arrive from each rank */
+  uint64_t *perExpert;       /* [locals] (token, k) of each local expert */
+  uint64_t *perExpertPadded; /* [locals] the same, rounded up to the alignment (flat: not rounded) */
+  uint64_t *offset;          /* [locals] exclusive prefix of perExpertPadded */
+} epRefRank;
+
+typedef struct epRef {
+  epRefRouting in;
+  uint32_t locals;
+  epRefRank *rank; /* [ranks] */
+  int64_t **slot;  /* [ranks] -> [T][topk]: row at the owner's rank, or -1 (nothing selected, or dropped) */
+} epRef;
+
+/* 0, EINVAL or ENOMEM. */
+int epRefCreate(const epRefRouting *in, epRef **out);
+void epRefDestroy(epRef *ref);
+
+/* Rank that owns the expert which (token, k) of `rank` selected, or -1. */
+int epRefOwner(const epRef *ref, uint32_t rank, uint32_t token, uint32_t k);
+
+/* Row `row` of the topk_idx that `rank` receives (flat only): local ids, or global ones; -1 elsewhere. */
+void epRefIndexRow(const epRef *ref, uint32_t rank, uint64_t row, int global, int64_t *out);
+
+/* Combine of one token of `rank`. rows[k] is the expert output at ref->slot[rank][token * topk + k] of the owner, NULL
+ * where that is -1. scaleUp: ranks of a domain, ref->in.ranks for plain. out: [hidden] elements of `type`. `scratch` holds
+ * 4 * hidden floats. */
+typedef struct epRefCombine {
+  epRefType type;
+  uint32_t hidden, scaleUp;
+  int multipleReductions;
+  const void *bias0, *bias1; /* the token's rows, or NULL */
+} epRefCombine;
+void epRefCombineToken(const epRef *ref, const epRefCombine *how, uint32_t rank, uint32_t token,
+                       const void *const *rows, float *scratch, void *out);
+
+size_t epRefTypeBytes(epRefType type);
+const char *epRefTypeName(epRefType type);
+float epRefLoad(epRefType type, const void *row, size_t index);
+void epRefStore(epRefType type, void *row, size_t index, float value); /* rounds to nearest even */
+
+#endif
