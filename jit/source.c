@@ -10,10 +10,12 @@
 
 static const struct {
   const char *header, *function, *entry, *args;
+  size_t argBytes;
 } kernels[EP_KERNEL_COUNT] = {
-    [EP_KERNEL_UPDATE] = {"update.h", "ep_update", "ep_update_kernel", "epUpdateArgs"},
-    [EP_KERNEL_DISPATCH] = {"dispatch.h", "ep_dispatch", "ep_dispatch_kernel", "epDispatchArgs"},
-    [EP_KERNEL_COMBINE] = {"combine.h", "ep_combine", "ep_combine_kernel", "epCombineArgs"},
+    [EP_KERNEL_UPDATE] = {"update.h", "ep_update", "ep_update_kernel", "epUpdateArgs", sizeof(epUpdateArgs)},
+    [EP_KERNEL_DISPATCH] = {"dispatch.h", "ep_dispatch", "ep_dispatch_kernel", "epDispatchArgs",
+                            sizeof(epDispatchArgs)},
+    [EP_KERNEL_COMBINE] = {"combine.h", "ep_combine", "ep_combine_kernel", "epCombineArgs", sizeof(epCombineArgs)},
 };
 
 const char *epJitEntryName(int kernelId) {
@@ -45,6 +47,7 @@ ncclResult_t epJitSource(int kernelId, const epConfig *config, int arch, char **
                                     "struct Cfg {\n"
                                     "%s"
                                     "};\n"
+                                    "static_assert(sizeof(%s) == %zu, \"host and device disagree\");\n"
                                     "extern \"C\" __global__ void __launch_bounds__(Cfg::threads, 1)\n"
                                     "%s(const __grid_constant__ %s a) {\n"
                                     "  %s(Cfg{}, a);\n"
@@ -52,8 +55,9 @@ ncclResult_t epJitSource(int kernelId, const epConfig *config, int arch, char **
   size_t room = 2048;
   char *text = malloc(room);
   if (!text) return epFail(ncclSystemError, "out of memory: %zu bytes for a kernel's source", room);
-  int n = snprintf(text, room, format, kernels[kernelId].header, fields, kernels[kernelId].entry,
-                   kernels[kernelId].args, kernels[kernelId].function);
+  int n =
+      snprintf(text, room, format, kernels[kernelId].header, fields, kernels[kernelId].args, kernels[kernelId].argBytes,
+               kernels[kernelId].entry, kernels[kernelId].args, kernels[kernelId].function);
   if (n < 0 || (size_t)n >= room) {
     free(text);
     return epFail(ncclInternalError, "a kernel's source does not fit %zu bytes", room);

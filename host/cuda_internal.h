@@ -1,0 +1,52 @@
+/* What the files of the CUDA backend share: its object, entering and leaving its context, and errors. */
+#ifndef EP_HOST_CUDA_INTERNAL_H_
+#define EP_HOST_CUDA_INTERNAL_H_
+
+#include "cuda_backend.h"
+#include "cuda_driver.h"
+#include "cuda_nccl.h"
+#include "fail.h"
+
+typedef struct epCuda {
+  epBackend base;
+  const epCuDriver *cu;
+  const epNccl *nccl;
+  ncclComm_t comm;
+  ncclEpAllocConfig_t alloc;
+  epCuDevice device;
+  epCuContext context; /* primary context of `device`, retained; the one NCCL and frameworks use */
+  epCuStream stream;   /* private, non-blocking: never waits for the caller's streams */
+  epTopology topology;
+  epNcclTeam lsa;
+  void *bounceHost; /* allGather's, grown on demand */
+  epCuPtr bounceDev;
+  size_t bounceBytes;
+  epKernel *kernels; /* held by this object */
+} epCuda;
+
+/* Between the two the backend's context is current, whatever device the caller works on, and this thread may allocate
+ * while some stream is captured. `scope` remembers what to put back. */
+typedef struct epCudaScope {
+  int captureMode;
+} epCudaScope;
+ncclResult_t epCudaEnter(epCuda *be, epCudaScope *scope);
+void epCudaLeave(epCuda *be, const epCudaScope *scope);
+
+/* Turns an NCCL result into ours: waits where a non-blocking communicator says "in progress", and on an error says what
+ * failed with NCCL's own words. */
+ncclResult_t epCudaNccl(epCuda *be, ncclResult_t result, const char *what);
+
+/* Waits for the private stream; ends early when the communicator has failed or was aborted. */
+ncclResult_t epCudaDrain(epCuda *be, const char *what);
+
+ncclResult_t epCudaAllGather(epBackend *base, const void *mine, void *all, size_t bytes);
+
+ncclResult_t epCudaWindowCreate(epBackend *base, size_t bytes, epWindow **out, void **peers);
+ncclResult_t epCudaWindowDestroy(epBackend *base, epWindow *window);
+ncclResult_t epCudaWindowAddress(epBackend *base, ncclWindow_t win, uint64_t offset, void **dev);
+
+ncclResult_t epCudaKernel(epBackend *base, int kernelId, const epConfig *config, epKernel **out);
+ncclResult_t epCudaLaunch(epBackend *base, epKernel *kernel, const epLaunch *launch, cudaStream_t stream);
+void epCudaKernelsRelease(epCuda *be);
+
+#endif
