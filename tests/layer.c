@@ -1,0 +1,637 @@
+/* The steps of one MoE layer for the tests: makes inputs, calls the library, checks every byte of what comes back. */
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "harness.h"
+
+#define GUARD 256u
+#define FILL 0xAB
+
+size_t epTypeBytes(ncclDataType_t type) {
+  switch (type) {
+  case ncclFloat16:
+  case ncclBfloat16:
+    return 2;
+  case ncclFloat32:
+  case ncclInt32:
+    return 4;
+  case ncclInt64:
+    return 8;
+  default:
+    return 1;
+  }
+}
+
+void epTensorMake(epTestRank *me, epTestTensor *t, ncclDataType_t type, unsigned ndim, size_t a, size_t b,
+                  const char *name) {
+  memset(t, 0, sizeof(*t));
+  t->t = NCCL_EP_TENSOR_INIT;
+  t->sizes[0] = a, t->sizes[1] = b;
+  t->t.ndim = ndim, t->t.datatype = type, t->t.sizes = t->sizes;
+  t->bytes = epTypeBytes(type) * a * (ndim > 1 ? b : 1);
+  if (!t->bytes) return;
+  void *base = NULL;
+  EXPECT_OK(me, ncclEpEmuMalloc(me->comm, &base, t->bytes + 2 * GUARD, name));
+  if (!base) return;
+  EXPECT_OK(me, ncclEpEmuMemset(me->comm, base, FILL, t->bytes + 2 * GUARD, NULL));
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  t->base = base;
+  t->t.data = t->base + GUARD;
+}
+
+void epTensorFill(epTestRank *me, epTestTensor *t, const void *host) {
+  if (!t->t.data) return;
+  EXPECT_OK(me, ncclEpEmuMemcpy(me->comm, t->t.data, host, t->bytes, NULL));
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+}
+
+static int allFill(const unsigned char *p, size_t bytes) {
+  for (size_t i = 0; i < bytes; i++)
+    if (p[i] != FILL) return 0;
+  return 1;
+}
+
+void epTensorCheckGuards(epTestRank *me, const epTestTensor *t, const char *name) {
+  if (!t->base) return;
+  EXPECT(me, allFill(t->base, GUARD), "%s: written before its start", name);
+  EXPECT(me, allFill(t->base + GUARD + t->bytes, GUARD), "%s: written past its end", name);
+}
+
+void epTensorFree(epTestRank *me, epTestTensor *t) {
+  if (t->base) EXPECT_OK(me, ncclEpEmuFree(me->comm, t->base));
+  memset(t, 0, sizeof(*t));
+}
+
+/* ---- Data
+ * ------------------------------------------------------------------------------------------------------------- */
+
+/* One element: value times the sign that bit (h mod 16) of r * B + t gives. */
+static void putElement(ncclDataType_t type, void *row, size_t h, int negative, float value) {
+  if (type == ncclFloat8e4m3 || type == ncclFloat8e5m2 || type == ncclUint8 || type == ncclInt8) {
+    ((unsigned char *)row)[h] = (unsigned char)((negative ? 0x80 : 0) | (type == ncclFloat8e5m2 ? 0x3c : 0x38));
+    return;
+  }
+  epRefType t = type == ncclBfloat16 ? EP_REF_BF16 : type == ncclFloat16 ? EP_REF_F16 : EP_REF_F32;
+  epRefStore(t, row, h, negative ? -value : value);
+}
+
+static void tokenRow(const epCase *c, ncclDataType_t type, uint32_t rank, uint32_t token, float value, void *row) {
+  uint32_t id = rank * c->maxTokens + token;
+  for (size_t h = 0; h < c->hidden; h++) putElement(type, row, h, (int)(id >> (h % 16) & 1), value);
+}
+
+static float weightOf(uint32_t rank, uint32_t token, uint32_t k) {
+  static const float powers[] = {1.0f, 0.5f, 0.25f, 2.0f};
+  return powers[(rank + token + k) % 4];
+}
+
+static float gradientOf(uint32_t rank, uint64_t row, uint32_t k) { return (float)(rank * 65536u + row * 32u + k + 1); }
+
+static int combinable(ncclDataType_t type) {
+  return type == ncclBfloat16 || type == ncclFloat16 || type == ncclFloat32;
+}
+
+static ncclDataType_t combineType(const epCase *c) { return combinable(c->type) ? c->type : ncclBfloat16; }
+
+static int isFlat(const epCase *c) { return c->layout == NCCL_EP_LAYOUT_FLAT; }
+
+static void *must(void *p) {
+  if (!p) {
+    fprintf(stderr, "out of memory\n");
+    abort();
+  }
+  return p;
+}
+
+/* ---- Rounds
+ * ----------------------------------------------------------------------------------------------------------- */
+
+static epRef *refOf(epRound *round, epRefLayout layout) {
+  const epCase *c = round->c;
+  epRefRouting in = {c->ranks,
+                     c->experts,
+                     c->topk,
+                     layout,
+                     layout == EP_REF_FLAT ? 0 : c->align,
+                     c->budget,
+                     round->tokens,
+                     (const int64_t *const *)round->idx};
+  epRef *ref = NULL;
+  assert_int_equal(epRefCreate(&in, &ref), 0);
+  return ref;
+}
+
+void epRoundMake(epRound *round, const epCase *c, const uint32_t *tokens, epPickFn pick, void *arg) {
+  memset(round, 0, sizeof(*round));
+  round->c = c;
+  for (uint32_t r = 0; r < c->ranks; r++) {
+    round->tokens[r] = tokens[r];
+    round->idx[r] = must(calloc((size_t)tokens[r] * c->topk + 1, sizeof(int64_t)));
+    for (uint32_t t = 0; t < tokens[r]; t++)
+      for (uint32_t k = 0; k < c->topk; k++) round->idx[r][(size_t)t * c->topk + k] = pick(c, r, t, k, arg);
+  }
+  round->ref = refOf(round, isFlat(c) ? EP_REF_FLAT : EP_REF_EXPERT_MAJOR);
+  round->flat = refOf(round, EP_REF_FLAT);
+}
+
+void epRoundFree(epRound *round) {
+  for (uint32_t r = 0; r < round->c->ranks; r++) free(round->idx[r]);
+  epRefDestroy(round->ref);
+  epRefDestroy(round->flat);
+}
+
+static uint64_t mix(uint64_t v) {
+  v ^= v >> 33, v *= 0xff51afd7ed558ccdull, v ^= v >> 33, v *= 0xc4ceb9fe1a85ec53ull;
+  return v ^ v >> 33;
+}
+
+/* A stride coprime to E walks over distinct experts. */
+int64_t epPickRandom(const epCase *c, uint32_t rank, uint32_t token, uint32_t k, void *arg) {
+  uint64_t h = mix(*(uint64_t *)arg + ((uint64_t)rank << 40) + token);
+  uint64_t entry = mix(h + k + 1);
+  if (entry % 8 == 0) return -1;
+  uint64_t stride = 1 + h % c->experts;
+  for (;;) {
+    uint64_t a = stride, b = c->experts;
+    while (b) {
+      uint64_t rest = a % b;
+      a = b, b = rest;
+    }
+    if (a == 1) break;
+    stride++;
+  }
+  return (int64_t)(((h >> 20) + k * stride) % c->experts);
+}
+
+/* ---- Group and handle
+ * --------------------------------------------------------------------------------------------------- */
+
+void epGroupConfigOf(const epCase *c, ncclEpGroupConfig_t *config) {
+  *config = NCCL_EP_GROUP_CONFIG_INIT;
+  config->algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
+  config->num_experts = c->experts;
+  config->max_dispatch_tokens_per_rank = c->maxTokens;
+  config->max_recv_tokens_per_rank = c->budget;
+  size_t a = epTypeBytes(c->type), b = epTypeBytes(combineType(c));
+  config->max_token_bytes = (unsigned)((a > b ? a : b) * c->hidden);
+  config->num_topk = c->groupTopk ? c->groupTopk : c->topk;
+  config->max_num_sms = c->maxSms;
+  config->timeout_ns = c->timeoutNs;
+}
+
+void epGroupMake(epTestRank *me, const epCase *c) {
+  ncclEpGroupConfig_t config;
+  epGroupConfigOf(c, &config);
+  EXPECT_OK(me, ncclEpCreateGroup(&me->group, me->comm, &config));
+}
+
+void epGroupFree(epTestRank *me) {
+  EXPECT_OK(me, ncclEpGroupDestroy(me->group));
+  me->group = NULL;
+}
+
+void epExpectNoAsyncError(epTestRank *me) {
+  int error = -1;
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  EXPECT_OK(me, ncclEpGetAsyncError(me->group, &error));
+  EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+  EXPECT(me, error == 0 && info.code == 0, "asynchronous error %d: %s", error, info.text);
+}
+
+static int64_t counterAt(const epTestTensor *t, size_t i) {
+  return t->t.datatype == ncclInt64 ? ((int64_t *)t->t.data)[i] : ((int32_t *)t->t.data)[i];
+}
+
+static void expectCounter(epTestRank *me, const epTestTensor *t, size_t i, uint64_t want, const char *name) {
+  EXPECT(me, counterAt(t, i) == (int64_t)want, "%s[%zu] is %lld instead of %llu", name, i, (long long)counterAt(t, i),
+         (unsigned long long)want);
+}
+
+static void checkDeviceCounts(epTestRank *me, epRun *run) {
+  const epRefRank *want = &run->round->ref->rank[me->rank];
+  uint32_t locals = run->round->ref->locals;
+  for (uint32_t e = 0; e < locals; e++) {
+    expectCounter(me, &run->expertCounters, e, want->perExpertPadded[e], "expert_counters");
+    if (!isFlat(run->round->c)) expectCounter(me, &run->expertOffsets, e, want->offset[e], "expert_offsets");
+  }
+  expectCounter(me, &run->total, 0, want->needed, "recv_total_counter");
+  epTensorCheckGuards(me, &run->expertCounters, "expert_counters");
+  epTensorCheckGuards(me, &run->expertOffsets, "expert_offsets");
+  epTensorCheckGuards(me, &run->total, "recv_total_counter");
+}
+
+static void checkHostCounts(epTestRank *me, epRun *run) {
+  const epRefRank *want = &run->round->ref->rank[me->rank];
+  uint32_t locals = run->round->ref->locals, ranks = run->round->c->ranks;
+  unsigned *source = must(calloc(ranks, sizeof(unsigned))), *expert = must(calloc(locals, sizeof(unsigned))),
+           *padded = must(calloc(locals, sizeof(unsigned)));
+  ncclEpHostCounts_t counts = NCCL_EP_HOST_COUNTS_INIT;
+  counts.per_source = source, counts.per_expert = expert, counts.per_expert_padded = padded;
+  EXPECT_OK(me, ncclEpGetHostCounts(run->handle, &counts));
+  EXPECT(me, counts.total == want->total && counts.total_padded == want->needed,
+         "host counts: total %u, padded %u instead of %llu, %llu", counts.total, counts.total_padded,
+         (unsigned long long)want->total, (unsigned long long)want->needed);
+  for (uint32_t r = 0; r < ranks; r++)
+    EXPECT(me, source[r] == want->perSource[r], "host counts: %u rows from rank %u instead of %llu", source[r], r,
+           (unsigned long long)want->perSource[r]);
+  for (uint32_t e = 0; e < locals; e++)
+    EXPECT(me, expert[e] == want->perExpert[e] && padded[e] == want->perExpertPadded[e],
+           "host counts of expert %u: %u, padded %u instead of %llu, %llu", e, expert[e], padded[e],
+           (unsigned long long)want->perExpert[e], (unsigned long long)want->perExpertPadded[e]);
+  free(source), free(expert), free(padded);
+}
+
+static void checkMetadata(epTestRank *me, epRun *run) {
+  const epCase *c = run->round->c;
+  const epRefRank *flat = &run->round->flat->rank[me->rank];
+  if (c->budget) return; /* what dropped rows read as is the counts' business */
+  size_t sent = (size_t)run->round->tokens[me->rank] * c->topk, n = (size_t)flat->total;
+  int *rank = must(calloc(n + 1, sizeof(int))), *token = must(calloc(n + 1, sizeof(int)));
+  long long *slot = must(calloc(sent + 1, sizeof(long long)));
+  ncclEpHandleMetadata_t meta = NCCL_EP_HANDLE_METADATA_INIT;
+  meta.source_rank = rank, meta.source_token = token, meta.sent_slot = slot;
+  meta.received_capacity = n, meta.sent_capacity = sent;
+  EXPECT_OK(me, ncclEpGetHandleMetadata(run->handle, &meta));
+  EXPECT(me, meta.received == n, "metadata: %u rows instead of %zu", meta.received, n);
+  for (size_t i = 0; i < n && i < meta.received; i++)
+    EXPECT(me, rank[i] == flat->row[i].source && token[i] == flat->row[i].token,
+           "metadata: row %zu from (%d, %d) instead of (%d, %d)", i, rank[i], token[i], flat->row[i].source,
+           flat->row[i].token);
+  for (size_t i = 0; i < sent; i++)
+    EXPECT(me, slot[i] == run->round->ref->slot[me->rank][i], "metadata: sent_slot[%zu] is %lld instead of %lld", i,
+           slot[i], (long long)run->round->ref->slot[me->rank][i]);
+  free(rank), free(token), free(slot);
+}
+
+static void fillIndices(epTestRank *me, epRun *run) {
+  const epCase *c = run->round->c;
+  size_t n = (size_t)run->round->tokens[me->rank] * c->topk;
+  const int64_t *idx = run->round->idx[me->rank];
+  if (run->topk.t.datatype == ncclInt64) {
+    epTensorFill(me, &run->topk, idx);
+    return;
+  }
+  int32_t *narrow = must(calloc(n + 1, sizeof(int32_t)));
+  for (size_t i = 0; i < n; i++) narrow[i] = (int32_t)idx[i];
+  epTensorFill(me, &run->topk, narrow);
+  free(narrow);
+}
+
+void epRunUpdate(epTestRank *me, epRun *run, const epRound *round) {
+  const epCase *c = round->c;
+  uint32_t tokens = round->tokens[me->rank], locals = round->ref->locals;
+  run->round = round;
+  run->salt++;
+  epTensorFree(me, &run->topk);
+  epTensorFree(me, &run->expertCounters);
+  epTensorFree(me, &run->expertOffsets);
+  epTensorFree(me, &run->total);
+  epTensorMake(me, &run->topk, c->indexType ? c->indexType : ncclInt64, 2, tokens, c->topk, "topk_idx");
+  fillIndices(me, run);
+  epTensorMake(me, &run->expertCounters, run->salt & 1 ? ncclInt32 : ncclInt64, 1, locals, 0, "expert_counters");
+  epTensorMake(me, &run->expertOffsets, run->salt & 2 ? ncclInt32 : ncclInt64, 1, locals, 0, "expert_offsets");
+  epTensorMake(me, &run->total, run->salt & 4 ? ncclInt32 : ncclInt64, 1, 1, 0, "recv_total_counter");
+  ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
+  info.expert_counters = &run->expertCounters.t, info.recv_total_counter = &run->total.t;
+  if (!isFlat(c)) info.expert_offsets = &run->expertOffsets.t;
+  if (run->handle) {
+    EXPECT_OK(me, ncclEpUpdateHandle(run->handle, &run->topk.t, &info, NULL));
+  } else {
+    ncclEpHandleConfig_t config = NCCL_EP_HANDLE_CONFIG_INIT;
+    config.dispatch_output_per_expert_alignment = isFlat(c) ? 0 : c->align;
+    EXPECT_OK(me, ncclEpCreateHandle(&run->handle, me->group, c->layout, &run->topk.t, &info, &config, NULL));
+  }
+  if (!run->handle) return;
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  /* The caller may overwrite the indices now. */
+  if (run->topk.base) EXPECT_OK(me, ncclEpEmuMemset(me->comm, run->topk.t.data, 0x77, run->topk.bytes, NULL));
+  checkDeviceCounts(me, run);
+  checkHostCounts(me, run);
+  checkMetadata(me, run);
+}
+
+/* ---- Dispatch
+ * ----------------------------------------------------------------------------------------------------------- */
+
+static uint64_t capacityOf(const epRun *run, int rank) {
+  const epCase *c = run->round->c;
+  if (c->budget) return c->budget;
+  return run->round->ref->rank[rank].needed + (run->salt % 3 == 0 ? 2 : 0);
+}
+
+static void makeInputs(epTestRank *me, epRun *run) {
+  const epCase *c = run->round->c;
+  uint32_t tokens = run->round->tokens[me->rank];
+  epTensorFree(me, &run->x);
+  epTensorFree(me, &run->w);
+  epTensorMake(me, &run->x, c->type, 2, tokens, c->hidden, "tokens");
+  epTensorMake(me, &run->w, ncclFloat32, 2, tokens, c->topk, "topk_weights");
+  size_t rowBytes = epTypeBytes(c->type) * c->hidden;
+  unsigned char *rows = must(calloc(tokens + 1, rowBytes));
+  float *weights = must(calloc((size_t)tokens * c->topk + 1, sizeof(float)));
+  for (uint32_t t = 0; t < tokens; t++) {
+    tokenRow(c, c->type, (uint32_t)me->rank, t, 1.0f, rows + t * rowBytes);
+    for (uint32_t k = 0; k < c->topk; k++) weights[(size_t)t * c->topk + k] = weightOf((uint32_t)me->rank, t, k);
+  }
+  epTensorFill(me, &run->x, rows);
+  epTensorFill(me, &run->w, weights);
+  free(rows), free(weights);
+}
+
+static void checkRows(epTestRank *me, const epRun *run) {
+  const epCase *c = run->round->c;
+  const epRefRank *want = &run->round->ref->rank[me->rank];
+  size_t rowBytes = epTypeBytes(c->type) * c->hidden;
+  const unsigned char *got = run->out.t.data;
+  unsigned char *row = must(malloc(rowBytes));
+  for (uint64_t i = 0; i < want->rows && got; i++) {
+    const epRefRow *r = &want->row[i];
+    memset(row, 0, rowBytes);
+    if (r->source >= 0) tokenRow(c, c->type, (uint32_t)r->source, (uint32_t)r->token, 1.0f, row);
+    if (memcmp(got + i * rowBytes, row, rowBytes))
+      EXPECT(me, 0, "dispatch: row %llu is not (rank %d, token %d, k %d)", (unsigned long long)i, r->source, r->token,
+             r->k);
+  }
+  if (isFlat(c) && got)
+    EXPECT(me, allFill(got + want->rows * rowBytes, run->out.bytes - want->rows * rowBytes),
+           "dispatch: token rows past row %llu were written", (unsigned long long)want->rows);
+  free(row);
+  epTensorCheckGuards(me, &run->out, "dispatch tokens");
+}
+
+static void checkFlatExtras(epTestRank *me, const epRun *run, int global) {
+  const epCase *c = run->round->c;
+  const epRefRank *want = &run->round->ref->rank[me->rank];
+  const int64_t *idx = run->outIdx.t.data;
+  const float *w = run->outW.t.data;
+  int64_t row[32];
+  for (uint64_t i = 0; i < want->rows && idx && w; i++) {
+    epRefIndexRow(run->round->ref, (uint32_t)me->rank, i, global, row);
+    for (uint32_t k = 0; k < c->topk; k++) {
+      float weight = row[k] < 0 ? 0.0f : weightOf((uint32_t)want->row[i].source, (uint32_t)want->row[i].token, k);
+      EXPECT(me, idx[i * c->topk + k] == row[k], "dispatch: topk_idx[%llu][%u] is %lld instead of %lld",
+             (unsigned long long)i, k, (long long)idx[i * c->topk + k], (long long)row[k]);
+      EXPECT(me, w[i * c->topk + k] == weight, "dispatch: topk_weights[%llu][%u] is %g instead of %g",
+             (unsigned long long)i, k, (double)w[i * c->topk + k], (double)weight);
+    }
+  }
+  for (uint64_t i = want->rows * c->topk; c->budget && idx && w && i < (uint64_t)c->budget * c->topk; i++)
+    EXPECT(me, idx[i] == -1 && w[i] == 0.0f, "dispatch: unused topk_idx is %lld, weight %g", (long long)idx[i],
+           (double)w[i]);
+}
+
+static void checkExpertMajorExtras(epTestRank *me, const epRun *run) {
+  const epRefRank *want = &run->round->ref->rank[me->rank];
+  const float *w = run->outW.t.data;
+  for (uint64_t i = 0; i < want->rows && w; i++) {
+    const epRefRow *r = &want->row[i];
+    float weight = r->source < 0 ? 0.0f : weightOf((uint32_t)r->source, (uint32_t)r->token, (uint32_t)r->k);
+    EXPECT(me, w[i] == weight, "dispatch: topk_weights[%llu] is %g instead of %g", (unsigned long long)i, (double)w[i],
+           (double)weight);
+  }
+}
+
+void epRunDispatch(epTestRank *me, epRun *run) {
+  const epCase *c = run->round->c;
+  if (!run->handle) return;
+  uint64_t capacity = capacityOf(run, me->rank);
+  int global = run->salt & 1;
+  makeInputs(me, run);
+  epTensorFree(me, &run->out);
+  epTensorFree(me, &run->outW);
+  epTensorFree(me, &run->outIdx);
+  epTensorMake(me, &run->out, c->type, 2, capacity, c->hidden, "dispatch tokens");
+  epTensorMake(me, &run->outW, ncclFloat32, isFlat(c) ? 2 : 1, capacity, c->topk, "dispatch weights");
+  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+  in.tokens = &run->x.t, in.topk_weights = &run->w.t;
+  ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  out.tokens = &run->out.t, out.topk_weights = &run->outW.t;
+  ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
+  if (isFlat(c)) {
+    epTensorMake(me, &run->outIdx, ncclInt64, 2, capacity, c->topk, "dispatch indices");
+    out.topk_idx = &run->outIdx.t;
+    info.recv_topk_idx_kind = global ? NCCL_EP_EXPERT_ID_GLOBAL : NCCL_EP_EXPERT_ID_AUTO;
+  }
+  EXPECT_OK(me, ncclEpDispatch(run->handle, &in, &out, isFlat(c) ? &info : NULL, NULL, NULL));
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  checkRows(me, run);
+  if (isFlat(c))
+    checkFlatExtras(me, run, global);
+  else
+    checkExpertMajorExtras(me, run);
+  epTensorCheckGuards(me, &run->outW, "dispatch weights");
+  epTensorCheckGuards(me, &run->outIdx, "dispatch indices");
+}
+
+/* ---- Combine
+ * ------------------------------------------------------------------------------------------------------------ */
+
+/* The experts' rows: the identity in the type of combine; NaN bits in padding and past the rows, which nobody may add.
+ */
+static void makeExpertRows(epTestRank *me, const epRun *run, epTestTensor *t) {
+  const epCase *c = run->round->c;
+  const epRefRank *rank = &run->round->ref->rank[me->rank];
+  ncclDataType_t type = combineType(c);
+  uint64_t capacity = capacityOf(run, me->rank);
+  size_t rowBytes = epTypeBytes(type) * c->hidden;
+  epTensorMake(me, t, type, 2, capacity, c->hidden, "expert outputs");
+  unsigned char *rows = must(malloc(capacity * rowBytes + 1));
+  memset(rows, 0xff, capacity * rowBytes + 1);
+  for (uint64_t i = 0; i < rank->rows; i++)
+    if (rank->row[i].source >= 0)
+      tokenRow(c, type, (uint32_t)rank->row[i].source, (uint32_t)rank->row[i].token, 1.0f, rows + i * rowBytes);
+  epTensorFill(me, t, rows);
+  free(rows);
+}
+
+/* How often a token's row comes back: once a rank (flat), once a slot (expert-major); dropped ones do not. */
+static float timesOf(const epRound *round, uint32_t rank, uint32_t token) {
+  const epCase *c = round->c;
+  char hit[EP_TEST_MAX_RANKS] = {0};
+  float n = 0;
+  for (uint32_t k = 0; k < c->topk; k++) {
+    int owner = epRefOwner(round->ref, rank, token, k);
+    if (owner < 0 || round->ref->slot[rank][(size_t)token * c->topk + k] < 0) continue;
+    if (isFlat(c) && hit[owner]++) continue;
+    n++;
+  }
+  return n;
+}
+
+static void checkSums(epTestRank *me, const epRun *run) {
+  const epCase *c = run->round->c;
+  uint32_t tokens = run->round->tokens[me->rank];
+  ncclDataType_t type = combineType(c);
+  size_t rowBytes = epTypeBytes(type) * c->hidden;
+  unsigned char *row = must(calloc(1, rowBytes));
+  const unsigned char *got = run->y.t.data;
+  for (uint32_t t = 0; t < tokens && got; t++) {
+    float times = timesOf(run->round, (uint32_t)me->rank, t);
+    memset(row, 0, rowBytes);
+    if (times > 0) tokenRow(c, type, (uint32_t)me->rank, t, times, row);
+    EXPECT(me, !memcmp(got + t * rowBytes, row, rowBytes), "combine: token %u is not %g times its row", t,
+           (double)times);
+  }
+  free(row);
+  epTensorCheckGuards(me, &run->y, "combine tokens");
+}
+
+void epRunCombine(epTestRank *me, epRun *run) {
+  const epCase *c = run->round->c;
+  epTestTensor rows;
+  if (!run->handle) return;
+  makeExpertRows(me, run, &rows);
+  epTensorFree(me, &run->y);
+  epTensorMake(me, &run->y, combineType(c), 2, run->round->tokens[me->rank], c->hidden, "combine tokens");
+  ncclEpCombineInputs_t in = NCCL_EP_COMBINE_INPUTS_INIT;
+  in.tokens = &rows.t;
+  ncclEpCombineOutputs_t out = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  out.tokens = &run->y.t;
+  EXPECT_OK(me, ncclEpCombine(run->handle, &in, &out, NULL, NULL));
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  checkSums(me, run);
+  epTensorFree(me, &rows);
+}
+
+/* ---- Backward
+ * ----------------------------------------------------------------------------------------------------------- */
+
+/* Backward of combine: a dispatch without weights. */
+static void backwardDispatch(epTestRank *me, epRun *run) {
+  const epCase *c = run->round->c;
+  uint64_t capacity = capacityOf(run, me->rank);
+  epTensorFree(me, &run->out);
+  epTensorMake(me, &run->out, c->type, 2, capacity, c->hidden, "dispatch tokens");
+  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+  in.tokens = &run->x.t;
+  ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  out.tokens = &run->out.t;
+  ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
+  config.pass_direction = NCCL_EP_BWD_PASS;
+  EXPECT_OK(me, ncclEpDispatch(run->handle, &in, &out, NULL, &config, NULL));
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  checkRows(me, run);
+}
+
+/* Weights of the backward combine: a number for each (row, k) that is in use, NaN bits elsewhere. */
+static void makeGradients(epTestRank *me, const epRun *run, epTestTensor *t) {
+  const epCase *c = run->round->c;
+  const epRefRank *rank = &run->round->ref->rank[me->rank];
+  uint64_t capacity = capacityOf(run, me->rank);
+  uint32_t width = isFlat(c) ? c->topk : 1;
+  int64_t ids[32];
+  epTensorMake(me, t, ncclFloat32, isFlat(c) ? 2 : 1, capacity, c->topk, "weight gradients");
+  float *w = must(malloc((capacity * width + 1) * sizeof(float)));
+  memset(w, 0xff, (capacity * width + 1) * sizeof(float));
+  for (uint64_t i = 0; i < rank->rows; i++) {
+    if (rank->row[i].source < 0) continue;
+    if (isFlat(c)) epRefIndexRow(run->round->ref, (uint32_t)me->rank, i, 0, ids);
+    for (uint32_t k = 0; k < width; k++)
+      if (!isFlat(c) || ids[k] >= 0) w[i * width + k] = gradientOf((uint32_t)me->rank, i, isFlat(c) ? k : 0);
+  }
+  epTensorFill(me, t, w);
+  free(w);
+}
+
+static void checkGradients(epTestRank *me, const epRun *run, const epTestTensor *got) {
+  const epCase *c = run->round->c;
+  const float *w = got->t.data;
+  for (uint32_t t = 0; t < run->round->tokens[me->rank] && w; t++)
+    for (uint32_t k = 0; k < c->topk; k++) {
+      size_t i = (size_t)t * c->topk + k;
+      int64_t slot = run->round->ref->slot[me->rank][i];
+      int owner = epRefOwner(run->round->ref, (uint32_t)me->rank, t, k);
+      float want = owner < 0 || slot < 0 ? 0.0f : gradientOf((uint32_t)owner, (uint64_t)slot, isFlat(c) ? k : 0);
+      EXPECT(me, w[i] == want, "backward combine: weight (%u, %u) is %g instead of %g", t, k, (double)w[i],
+             (double)want);
+    }
+  epTensorCheckGuards(me, got, "backward combine weights");
+}
+
+/* Backward of dispatch: combine with weights. */
+static void backwardCombine(epTestRank *me, epRun *run) {
+  const epCase *c = run->round->c;
+  uint32_t tokens = run->round->tokens[me->rank];
+  epTestTensor rows, gradients, weights;
+  makeExpertRows(me, run, &rows);
+  makeGradients(me, run, &gradients);
+  epTensorFree(me, &run->y);
+  epTensorMake(me, &run->y, combineType(c), 2, tokens, c->hidden, "combine tokens");
+  epTensorMake(me, &weights, ncclFloat32, 2, tokens, c->topk, "combine weights");
+  ncclEpCombineInputs_t in = NCCL_EP_COMBINE_INPUTS_INIT;
+  in.tokens = &rows.t, in.topk_weights = &gradients.t;
+  ncclEpCombineOutputs_t out = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  out.tokens = &run->y.t, out.topk_weights = &weights.t;
+  ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
+  config.pass_direction = NCCL_EP_BWD_PASS;
+  EXPECT_OK(me, ncclEpCombine(run->handle, &in, &out, &config, NULL));
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  checkSums(me, run);
+  checkGradients(me, run, &weights);
+  epTensorFree(me, &rows);
+  epTensorFree(me, &gradients);
+  epTensorFree(me, &weights);
+}
+
+void epRunBackward(epTestRank *me, epRun *run) {
+  if (!run->handle) return;
+  backwardDispatch(me, run);
+  backwardCombine(me, run);
+}
+
+void epRunFree(epTestRank *me, epRun *run) {
+  epTestTensor *all[] = {&run->topk,          &run->x,      &run->w, &run->out,
+                         &run->outW,          &run->outIdx, &run->y, &run->expertCounters,
+                         &run->expertOffsets, &run->total};
+  EXPECT_OK(me, ncclEpHandleDestroy(run->handle));
+  for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) epTensorFree(me, all[i]);
+  memset(run, 0, sizeof(*run));
+}
+
+/* ---- Whole cases
+ * ---------------------------------------------------------------------------------------------------------- */
+
+typedef struct plan {
+  const epCase *c;
+  const epRound *rounds;
+  unsigned count;
+} plan;
+
+static void caseBody(epTestRank *me) {
+  const plan *p = me->arg;
+  epRun run = {0};
+  run.salt = (unsigned)me->world->seed;
+  epGroupMake(me, p->c);
+  if (!me->group) return;
+  for (unsigned i = 0; i < p->count; i++) {
+    epRunUpdate(me, &run, &p->rounds[i]);
+    epRunDispatch(me, &run);
+    epRunCombine(me, &run);
+    if (combinable(p->c->type)) epRunBackward(me, &run);
+  }
+  if (!p->c->budget) epExpectNoAsyncError(me);
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+void epCaseRun(const epCase *c, const epRound *rounds, unsigned count, unsigned schedules) {
+  plan p = {c, rounds, count};
+  for (unsigned s = 0; s < schedules; s++) {
+    epTestWorld world = {.ranks = (int)c->ranks, .sms = s % 3 == 1 ? 3 : 0, .seed = 1000 + s, .arg = &p};
+    epWorldRun(&world, caseBody);
+  }
+}
+
+void epCaseRunRandom(const epCase *c, const uint32_t *tokens, unsigned schedules) {
+  epRound round;
+  uint64_t seed = mix(c->hidden + 131 * c->topk + 17 * c->ranks);
+  epRoundMake(&round, c, tokens, epPickRandom, &seed);
+  epCaseRun(c, &round, 1, schedules);
+  epRoundFree(&round);
+}

@@ -1,0 +1,478 @@
+/* What must end in an error, a report or a refusal on the emulated fabric, and never in a hang: too small budgets, bad
+ * ids, ranks that disagree or stay away; and the freedoms users take: several handles, handles that move, any order of
+ * destruction. */
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "harness.h"
+
+#define SCHEDULES 4
+
+static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_FLAT, NCCL_EP_LAYOUT_EXPERT_MAJOR};
+
+static epCase small(uint32_t ranks, ncclEpLayout_t layout) {
+  return (epCase){.ranks = ranks,
+                  .experts = 4 * ranks,
+                  .topk = 2,
+                  .hidden = 64,
+                  .maxTokens = 8,
+                  .layout = layout,
+                  .type = ncclBfloat16};
+}
+
+static void runWorlds(int ranks, void *arg, void (*body)(epTestRank *me)) {
+  for (unsigned s = 0; s < SCHEDULES; s++) {
+    epTestWorld world = {.ranks = ranks, .seed = 500 + s, .arg = arg};
+    epWorldRun(&world, body);
+  }
+}
+
+/* ---- Budgets
+ * ---------------------------------------------------------------------------------------------------------- */
+
+static int64_t pickRankZero(const epCase *c, uint32_t rank, uint32_t token, uint32_t k, void *arg) {
+  (void)arg, (void)rank;
+  return (token + k) % (c->experts / c->ranks);
+}
+
+static void overflowBody(epTestRank *me) {
+  const epRound *round = me->arg;
+  epRun run = {0};
+  int error = -1;
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  epGroupMake(me, round->c);
+  if (!me->group) return;
+  epRunUpdate(me, &run, round);
+  epRunDispatch(me, &run);
+  epRunCombine(me, &run);
+  epRunBackward(me, &run);
+  uint64_t needed = round->ref->rank[me->rank].needed;
+  int over = needed > round->c->budget;
+  EXPECT_OK(me, ncclEpGetAsyncError(me->group, &error));
+  EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+  EXPECT(me, error == over && info.code == (over ? 4 : 0), "async error %d, code %d: %s", error, info.code, info.text);
+  if (over)
+    EXPECT(me, info.expected == needed && info.seen == round->c->budget, "overflow says %u of %u", info.seen,
+           info.expected);
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+  epExpectNoAsyncError(me);
+  epRunDispatch(me, &run); /* as good as before */
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void smallBudgetDropsTheRest(void **state) {
+  (void)state;
+  for (size_t l = 0; l < 2; l++) {
+    epCase c = small(2, layouts[l]);
+    epRound round;
+    c.budget = l ? 21 : 11, c.align = l ? 4 : 0;
+    epRoundMake(&round, &c, (uint32_t[]){8, 8}, pickRankZero, NULL);
+    assert_true(round.ref->rank[0].needed > c.budget);
+    runWorlds(2, &round, overflowBody);
+    epRoundFree(&round);
+  }
+}
+
+/* Eager: the output is a row short. */
+static void shortOutputBody(epTestRank *me) {
+  const epRound *round = me->arg;
+  const epCase *c = round->c;
+  epRun run = {0};
+  epTestTensor out = {0}, weights = {0};
+  char number[32];
+  epGroupMake(me, c);
+  if (!me->group) return;
+  epRunUpdate(me, &run, round);
+  epRunDispatch(me, &run);
+  uint64_t needed = round->ref->rank[me->rank].needed;
+  if (needed) {
+    epTensorMake(me, &out, c->type, 2, needed - 1, c->hidden, "short tokens");
+    epTensorMake(me, &weights, ncclFloat32, 1, needed - 1, 0, "short weights");
+    ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+    in.tokens = &run.x.t, in.topk_weights = &run.w.t;
+    ncclEpDispatchOutputs_t outs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+    outs.tokens = &out.t, outs.topk_weights = &weights.t;
+    snprintf(number, sizeof(number), "%llu", (unsigned long long)needed);
+    EXPECT_ERROR(me, ncclEpDispatch(run.handle, &in, &outs, NULL, NULL, NULL), ncclInvalidArgument, number);
+  }
+  epTensorFree(me, &out);
+  epTensorFree(me, &weights);
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void eagerNamesTheRowsNeeded(void **state) {
+  (void)state;
+  epCase c = small(2, NCCL_EP_LAYOUT_EXPERT_MAJOR);
+  epRound round;
+  epRoundMake(&round, &c, (uint32_t[]){8, 8}, pickRankZero, NULL);
+  runWorlds(2, &round, shortOutputBody);
+  epRoundFree(&round);
+}
+
+/* ---- Bad ids
+ * ------------------------------------------------------------------------------------------------------------ */
+
+static int64_t pickBad(const epCase *c, uint32_t rank, uint32_t token, uint32_t k, void *arg) {
+  const int64_t bad[] = {c->experts, -2, 2147483647, -2147483647 - 1};
+  (void)arg;
+  if (rank == 0 && k == 1 && token % 2) return bad[token / 2 % 4];
+  return (rank + token + k) % c->experts;
+}
+
+static void badIdsBody(epTestRank *me) {
+  const epRound *round = me->arg;
+  epRun run = {0};
+  int error = -1;
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  epGroupMake(me, round->c);
+  if (!me->group) return;
+  epRunUpdate(me, &run, round);
+  epRunDispatch(me, &run);
+  epRunCombine(me, &run);
+  EXPECT_OK(me, ncclEpGetAsyncError(me->group, &error));
+  EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+  EXPECT(me, error == !me->rank && info.code == (me->rank ? 0 : 3), "async error %d, code %d: %s", error, info.code,
+         info.text);
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+  epExpectNoAsyncError(me);
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void badIdsSelectNothing(void **state) {
+  (void)state;
+  for (int wide = 0; wide < 2; wide++) {
+    epCase c = small(2, layouts[wide]);
+    c.indexType = wide ? ncclInt64 : ncclInt32;
+    epRound round;
+    epRoundMake(&round, &c, (uint32_t[]){8, 8}, pickBad, NULL);
+    runWorlds(2, &round, badIdsBody);
+    epRoundFree(&round);
+  }
+}
+
+/* ---- Ranks that disagree
+ * -------------------------------------------------------------------------------------------------- */
+
+static void mismatchBody(epTestRank *me) {
+  epCase c = small(3, NCCL_EP_LAYOUT_FLAT);
+  static const char *const fields[] = {"num_experts",     "max_dispatch_tokens_per_rank",
+                                       "max_token_bytes", "max_recv_tokens_per_rank",
+                                       "num_topk",        "timeout_ns"};
+  for (size_t f = 0; f < sizeof(fields) / sizeof(fields[0]); f++) {
+    ncclEpGroupConfig_t config;
+    epGroupConfigOf(&c, &config);
+    if (me->rank == 1) {
+      if (f == 0) config.num_experts = 24;
+      if (f == 1) config.max_dispatch_tokens_per_rank = 9;
+      if (f == 2) config.max_token_bytes += 16;
+      if (f == 3) config.max_recv_tokens_per_rank = 77;
+      if (f == 4) config.num_topk = 3;
+      if (f == 5) config.timeout_ns = 123456789;
+    }
+    ncclEpGroup_t group = (ncclEpGroup_t)0x5a;
+    ncclResult_t result = ncclEpCreateGroup(&group, me->comm, &config);
+    if (f == 5 && result == ncclSuccess) { /* a rank may wait longer than another */
+      EXPECT_OK(me, ncclEpGroupDestroy(group));
+      continue;
+    }
+    EXPECT(me, result == ncclInvalidArgument, "%s differs: %d", fields[f], (int)result);
+    EXPECT(me, strstr(ncclEpGetLastErrorString(), fields[f]), "no %s in: %s", fields[f], ncclEpGetLastErrorString());
+    EXPECT(me, group == (ncclEpGroup_t)0x5a, "the output was set on failure");
+  }
+  epGroupMake(me, &c); /* the next call works */
+  if (me->group) epGroupFree(me);
+}
+
+static void configMismatchIsNamedOnEveryRank(void **state) {
+  (void)state;
+  epTestWorld world = {.ranks = 3, .seed = 7};
+  epWorldRun(&world, mismatchBody);
+}
+
+/* ---- Ranks that come late or never
+ * ------------------------------------------------------------------------------------------ */
+
+typedef struct lateCase {
+  const epRound *round;
+  int stays; /* 1: rank 1 makes no further call */
+  int phase; /* 0: before update, 1: before dispatch, 2: before combine */
+} lateCase;
+
+static void expectTimeout(epTestRank *me) {
+  int error = -1;
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  EXPECT_OK(me, ncclEpGetAsyncError(me->group, &error));
+  EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+  EXPECT(me, error == 1 && info.code == 1, "async error %d, code %d: %s", error, info.code, info.text);
+  EXPECT(me, info.rank == me->rank && info.peer == 1 && info.phase[0], "rank %d, peer %d, phase \"%s\"", info.rank,
+         info.peer, info.phase);
+}
+
+static void raw(epTestRank *me, epRun *run, int phase) {
+  const epCase *c = run->round->c;
+  uint32_t tokens = run->round->tokens[me->rank];
+  epTestTensor w = {0}, out = {0}, outW = {0}, x = {0}, y = {0};
+  epTensorMake(me, &x, c->type, 2, tokens, c->hidden, "tokens");
+  epTensorMake(me, &w, ncclFloat32, 2, tokens, c->topk, "weights");
+  epTensorMake(me, &out, c->type, 2, 64, c->hidden, "out");
+  epTensorMake(me, &outW, ncclFloat32, 1, 64, 0, "out weights");
+  epTensorMake(me, &y, c->type, 2, tokens, c->hidden, "y");
+  if (phase == 1) {
+    ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+    in.tokens = &x.t, in.topk_weights = &w.t;
+    ncclEpDispatchOutputs_t outs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+    outs.tokens = &out.t, outs.topk_weights = &outW.t;
+    EXPECT_OK(me, ncclEpDispatch(run->handle, &in, &outs, NULL, NULL, NULL));
+  } else {
+    ncclEpCombineInputs_t in = NCCL_EP_COMBINE_INPUTS_INIT;
+    in.tokens = &out.t;
+    ncclEpCombineOutputs_t outs = NCCL_EP_COMBINE_OUTPUTS_INIT;
+    outs.tokens = &y.t;
+    EXPECT_OK(me, ncclEpCombine(run->handle, &in, &outs, NULL, NULL));
+  }
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  epTensorFree(me, &x), epTensorFree(me, &w), epTensorFree(me, &out), epTensorFree(me, &outW), epTensorFree(me, &y);
+}
+
+static void stayAwayBody(epTestRank *me) {
+  const lateCase *late = me->arg;
+  epRun run = {0};
+  epGroupMake(me, late->round->c);
+  if (!me->group) return;
+  epRunUpdate(me, &run, late->round);
+  if (late->phase == 2) epRunDispatch(me, &run);
+  if (me->rank == 0) {
+    raw(me, &run, late->phase);
+    expectTimeout(me);
+    ncclEpTensor_t topk = run.topk.t;
+    EXPECT_OK(me, ncclEpErrorClear(me->group));
+    ncclResult_t again = ncclEpUpdateHandle(run.handle, &topk, NULL, NULL);
+    EXPECT(me, again == ncclInvalidUsage || again == ncclRemoteError, "a call after a timeout: %d", (int)again);
+  }
+  epRunFree(me, &run);
+  if (me->rank == 0)
+    epGroupFree(me);
+  else
+    EXPECT_OK(me, ncclEpGroupDestroy(me->group));
+}
+
+static void aRankThatStaysAwayIsReported(void **state) {
+  (void)state;
+  epCase c = small(2, NCCL_EP_LAYOUT_EXPERT_MAJOR);
+  c.timeoutNs = 20000000; /* 20 ms */
+  epRound round;
+  uint64_t seed = 3;
+  epRoundMake(&round, &c, (uint32_t[]){8, 8}, epPickRandom, &seed);
+  for (int phase = 1; phase < 3; phase++) {
+    lateCase late = {&round, 1, phase};
+    epTestWorld world = {.ranks = 2, .seed = 11 + (unsigned)phase, .arg = &late, .seconds = 60};
+    epWorldRun(&world, stayAwayBody);
+  }
+  epRoundFree(&round);
+}
+
+static void lateBody(epTestRank *me) {
+  const epRound *round = me->arg;
+  epRun run = {0};
+  epGroupMake(me, round->c);
+  if (!me->group) return;
+  for (int i = 0; i < 3; i++) {
+    if (me->rank == i % me->ranks) usleep(30000);
+    epRunUpdate(me, &run, round);
+    if (me->rank == (i + 1) % me->ranks) usleep(30000);
+    epRunDispatch(me, &run);
+    if (me->rank == (i + 2) % me->ranks) usleep(30000);
+    epRunCombine(me, &run);
+  }
+  epExpectNoAsyncError(me);
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void lateRanksAreWaitedFor(void **state) {
+  (void)state;
+  epCase c = small(3, NCCL_EP_LAYOUT_FLAT);
+  epRound round;
+  uint64_t seed = 4;
+  epRoundMake(&round, &c, (uint32_t[]){8, 1, 8}, epPickRandom, &seed);
+  epTestWorld world = {.ranks = 3, .seed = 21, .arg = &round};
+  epWorldRun(&world, lateBody);
+  epRoundFree(&round);
+}
+
+/* ---- Handles
+ * -------------------------------------------------------------------------------------------------------------- */
+
+static void severalBody(epTestRank *me) {
+  const epRound *rounds = me->arg;
+  epRun a = {0}, b = {0};
+  a.salt = 1;
+  epGroupMake(me, rounds[0].c);
+  if (!me->group) return;
+  epRunUpdate(me, &a, &rounds[0]);
+  epRunUpdate(me, &b, &rounds[1]);
+  epRunDispatch(me, &b);
+  epRunDispatch(me, &a);
+  epRunDispatch(me, &b); /* along the record once more */
+  epRunCombine(me, &a);
+  epRunCombine(me, &b);
+  epRunCombine(me, &a);
+  epRunUpdate(me, &a, &rounds[1]);
+  epRunBackward(me, &b);
+  epRunDispatch(me, &a);
+  epRunBackward(me, &a);
+  epExpectNoAsyncError(me);
+  epRunFree(me, &a);
+  epRunFree(me, &b);
+  epGroupFree(me);
+}
+
+static void severalHandlesInterleave(void **state) {
+  (void)state;
+  for (size_t l = 0; l < 2; l++) {
+    epCase c = small(3, layouts[l]);
+    epRound rounds[2];
+    uint64_t seeds[] = {5, 6};
+    epRoundMake(&rounds[0], &c, (uint32_t[]){8, 2, 5}, epPickRandom, &seeds[0]);
+    epRoundMake(&rounds[1], &c, (uint32_t[]){1, 7, 8}, epPickRandom, &seeds[1]);
+    runWorlds(3, rounds, severalBody);
+    for (int i = 0; i < 2; i++) epRoundFree(&rounds[i]);
+  }
+}
+
+/* A record in the caller's memory, copied elsewhere: a handle over the copy dispatches without an update. */
+static void movedBody(epTestRank *me) {
+  const epRound *round = me->arg;
+  const epCase *c = round->c;
+  epRun run = {0};
+  epTestTensor first = {0}, second = {0};
+  size_t bytes = 0;
+  ncclEpHandleConfig_t config = NCCL_EP_HANDLE_CONFIG_INIT;
+  config.dispatch_output_per_expert_alignment = c->layout == NCCL_EP_LAYOUT_FLAT ? 0 : c->align;
+  epGroupMake(me, c);
+  if (!me->group) return;
+  EXPECT_OK(me, ncclEpHandleMemSize(me->group, c->layout, &config, &bytes, (int)c->topk));
+  EXPECT(me, bytes > 0, "a handle of no bytes");
+  epTensorMake(me, &first, ncclUint8, 1, bytes, 0, "record");
+  epTensorMake(me, &second, ncclUint8, 1, bytes, 0, "moved record");
+  EXPECT_OK(me, ncclEpInitHandle(&run.handle, me->group, c->layout, &config, (int)c->topk, &first.t));
+  epRunUpdate(me, &run, round);
+  epRunDispatch(me, &run);
+  EXPECT_OK(me, ncclEpEmuMemcpy(me->comm, second.t.data, first.t.data, bytes, NULL));
+  EXPECT_OK(me, ncclEpHandleDestroy(run.handle));
+  EXPECT_OK(me, ncclEpEmuMemset(me->comm, first.t.data, 0x55, bytes, NULL));
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  run.handle = NULL;
+  EXPECT_OK(me, ncclEpInitHandle(&run.handle, me->group, c->layout, &config, (int)c->topk, &second.t));
+  epRunDispatch(me, &run);
+  epRunCombine(me, &run);
+  epTensorCheckGuards(me, &first, "record");
+  epTensorCheckGuards(me, &second, "moved record");
+  epRunFree(me, &run);
+  epTensorFree(me, &first);
+  epTensorFree(me, &second);
+  epGroupFree(me);
+}
+
+static void recordsMayMove(void **state) {
+  (void)state;
+  for (size_t l = 0; l < 2; l++) {
+    epCase c = small(2, layouts[l]);
+    c.align = 4;
+    epRound round;
+    uint64_t seed = 8;
+    epRoundMake(&round, &c, (uint32_t[]){8, 3}, epPickRandom, &seed);
+    runWorlds(2, &round, movedBody);
+    epRoundFree(&round);
+  }
+}
+
+/* Order of destruction by schedule: handles first, group first, or one of each. */
+static void orderBody(epTestRank *me) {
+  const epRound *round = me->arg;
+  epRun a = {0}, b = {0};
+  epGroupMake(me, round->c);
+  if (!me->group) return;
+  epRunUpdate(me, &a, round);
+  epRunUpdate(me, &b, round);
+  epRunDispatch(me, &a);
+  unsigned order = (unsigned)(me->world->seed + (unsigned)me->rank) % 3;
+  if (order == 0) {
+    epRunFree(me, &b);
+    epRunFree(me, &a);
+    epGroupFree(me);
+  } else if (order == 1) {
+    epGroupFree(me);
+    ncclEpTensor_t topk = a.topk.t;
+    EXPECT_ERROR(me, ncclEpUpdateHandle(a.handle, &topk, NULL, NULL), ncclInvalidArgument, "group");
+    epRunFree(me, &a);
+    epRunFree(me, &b);
+  } else {
+    epRunFree(me, &a);
+    epGroupFree(me);
+    epRunFree(me, &b);
+  }
+}
+
+static void destroyInAnyOrder(void **state) {
+  (void)state;
+  epCase c = small(3, NCCL_EP_LAYOUT_FLAT);
+  epRound round;
+  uint64_t seed = 9;
+  epRoundMake(&round, &c, (uint32_t[]){4, 4, 4}, epPickRandom, &seed);
+  runWorlds(3, &round, orderBody);
+  epRoundFree(&round);
+}
+
+/* Groups one after the other, and two at a time, on one communicator. */
+static void groupsBody(epTestRank *me) {
+  const epRound *round = me->arg;
+  for (int i = 0; i < 3; i++) {
+    epRun run = {0};
+    epGroupMake(me, round->c);
+    if (!me->group) return;
+    ncclEpGroup_t first = me->group;
+    epGroupMake(me, round->c);
+    epRunUpdate(me, &run, round);
+    epRunDispatch(me, &run);
+    epRunFree(me, &run);
+    EXPECT_OK(me, ncclEpGroupDestroy(first));
+    epGroupFree(me);
+  }
+}
+
+static void severalGroups(void **state) {
+  (void)state;
+  epCase c = small(2, NCCL_EP_LAYOUT_EXPERT_MAJOR);
+  epRound round;
+  uint64_t seed = 10;
+  epRoundMake(&round, &c, (uint32_t[]){4, 8}, epPickRandom, &seed);
+  runWorlds(2, &round, groupsBody);
+  epRoundFree(&round);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(smallBudgetDropsTheRest),
+      cmocka_unit_test(eagerNamesTheRowsNeeded),
+      cmocka_unit_test(badIdsSelectNothing),
+      cmocka_unit_test(configMismatchIsNamedOnEveryRank),
+      cmocka_unit_test(aRankThatStaysAwayIsReported),
+      cmocka_unit_test(lateRanksAreWaitedFor),
+      cmocka_unit_test(severalHandlesInterleave),
+      cmocka_unit_test(recordsMayMove),
+      cmocka_unit_test(destroyInAnyOrder),
+      cmocka_unit_test(severalGroups),
+  };
+  return cmocka_run_group_tests_name("failures", tests, NULL, NULL);
+}
