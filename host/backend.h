@@ -72,6 +72,9 @@ struct epBackend {
   const epBackendOps *ops;
 };
 
+/* Every slot answers "not supported" (or, for questions, the harmless answer): for a backend to start from. */
+extern const epBackendOps epBackendUnsupported;
+
 /* Picks the backend that the communicator belongs to. */
 ncclResult_t epBackendOpen(ncclComm_t comm, const ncclEpAllocConfig_t *alloc, epBackend **out);
 

@@ -1,0 +1,120 @@
+/* What kernels reported, in words. The record is host memory that kernels write: read with acquire, never waited for. */
+#include <stdio.h>
+#include <string.h>
+
+#include "fail.h"
+#include "runtime.h"
+
+enum { EP_SEEN_INDEX = 1, EP_SEEN_OVERFLOW = 2 };
+
+static uint32_t epShared(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
+static const char *epPhaseName(uint32_t phase) {
+  switch (phase) {
+  case EP_PHASE_UPDATE_COUNTS: return "update: counts";
+  case EP_PHASE_UPDATE_META: return "update: routing rows";
+  case EP_PHASE_UPDATE_REPLY: return "update: places";
+  case EP_PHASE_GRID: return "own blocks";
+  case EP_PHASE_DISPATCH_CREDIT: return "dispatch: staging to be free";
+  case EP_PHASE_DISPATCH_ROWS: return "dispatch: rows";
+  case EP_PHASE_COMBINE_CREDIT: return "combine: staging to be free";
+  case EP_PHASE_COMBINE_ROWS: return "combine: rows";
+  default: return "unknown phase";
+  }
+}
+
+static void epLostText(const struct ncclEpGroup *g, const epErrorRecord *e, char *text, size_t bytes) {
+  snprintf(text, bytes, "rank %d %s in %s, waiting for rank %u: expected generation %u, seen %u (timeout %llu ms)",
+           g->topology.rank, e->code == EP_ERR_ABORT ? "was aborted" : "timed out", epPhaseName(e->phase), e->peer,
+           e->expected, e->seen, (unsigned long long)(g->config.timeout_ns / 1000000));
+}
+
+/* Looks at the record; what is new goes to the log once. Caller holds the lock. */
+static void epGroupLook(struct ncclEpGroup *g) {
+  epErrorRecord *e = &g->shared->error;
+  char text[256];
+  if (!g->lost && epShared(&e->code) != EP_ERR_NONE) {
+    g->lost = 1;
+    g->lostBy = *e;
+    epLostText(g, e, text, sizeof text);
+    epLog(EP_LOG_WARN, "group %p: %s", (void *)g, text);
+  }
+  if (!(g->reported & EP_SEEN_INDEX) && epShared(&e->badIndexCode)) {
+    g->reported |= EP_SEEN_INDEX;
+    epLog(EP_LOG_WARN, "group %p: rank %d: topk_idx[%u][%u] is %d: expected -1 or an expert below %u; taken as -1",
+          (void *)g, g->topology.rank, e->badIndexToken, e->badIndexK, (int)e->badIndexValue, g->shape.experts);
+  }
+  if (!(g->reported & EP_SEEN_OVERFLOW) && epShared(&e->overflowNeeded)) {
+    g->reported |= EP_SEEN_OVERFLOW;
+    epLog(EP_LOG_WARN, "group %p: rank %d: a routing needs %u rows, more than the %u there are; the rest was dropped",
+          (void *)g, g->topology.rank, e->overflowNeeded, g->budget);
+  }
+}
+
+ncclResult_t epGroupUsable(const char *call, struct ncclEpGroup *g) {
+  ncclResult_t r = ncclSuccess;
+  char text[256];
+  pthread_mutex_lock(&g->lock);
+  epGroupLook(g);
+  if (g->lost) {
+    epLostText(g, &g->lostBy, text, sizeof text);
+    r = epFail(ncclRemoteError, "%s: the group is lost, destroy it on all ranks and make a new one: %s", call, text);
+  }
+  pthread_mutex_unlock(&g->lock);
+  return r;
+}
+
+int epGroupAsyncError(struct ncclEpGroup *g) {
+  const epErrorRecord *e = &g->shared->error;
+  pthread_mutex_lock(&g->lock);
+  epGroupLook(g);
+  pthread_mutex_unlock(&g->lock);
+  return epShared(&e->code) || epShared(&e->badIndexCode) || epShared(&e->overflowNeeded);
+}
+
+void epGroupErrorClear(struct ncclEpGroup *g) {
+  epErrorRecord *e = &g->shared->error;
+  pthread_mutex_lock(&g->lock);
+  epGroupLook(g); /* a timeout is remembered before it is cleared */
+  __atomic_store_n(&e->overflowNeeded, 0, __ATOMIC_RELAXED);
+  __atomic_store_n(&e->badIndexCode, 0, __ATOMIC_RELAXED);
+  __atomic_store_n(&e->code, EP_ERR_NONE, __ATOMIC_RELEASE);
+  g->reported = 0;
+  pthread_mutex_unlock(&g->lock);
+}
+
+void epGroupErrorInfo(struct ncclEpGroup *g, ncclEpErrorInfo_t *info) {
+  const epErrorRecord *e = &g->shared->error;
+  uint32_t code;
+  pthread_mutex_lock(&g->lock);
+  epGroupLook(g);
+  code = epShared(&e->code);
+  info->rank = g->topology.rank;
+  info->peer = -1;
+  info->phase[0] = info->text[0] = 0;
+  info->code = 0;
+  info->expected = info->seen = 0;
+  if (code != EP_ERR_NONE) {
+    info->code = code == EP_ERR_ABORT ? 2 : 1;
+    info->peer = (int)e->peer;
+    info->expected = e->expected;
+    info->seen = e->seen;
+    snprintf(info->phase, sizeof info->phase, "%s", epPhaseName(e->phase));
+    epLostText(g, e, info->text, sizeof info->text);
+  } else if (epShared(&e->badIndexCode)) {
+    info->code = 3;
+    info->expected = g->shape.experts;
+    info->seen = e->badIndexValue;
+    snprintf(info->phase, sizeof info->phase, "update: topk_idx");
+    snprintf(info->text, sizeof info->text, "topk_idx[%u][%u] is %d: expected -1 or an expert below %u; taken as -1",
+             e->badIndexToken, e->badIndexK, (int)e->badIndexValue, g->shape.experts);
+  } else if (epShared(&e->overflowNeeded)) {
+    info->code = 4;
+    info->expected = e->overflowNeeded;
+    info->seen = g->budget;
+    snprintf(info->phase, sizeof info->phase, "overflow");
+    snprintf(info->text, sizeof info->text, "a routing needs %u rows, the budget is %u; the rest was dropped",
+             e->overflowNeeded, g->budget);
+  }
+  pthread_mutex_unlock(&g->lock);
+}

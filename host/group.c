@@ -1,0 +1,189 @@
+/* Making and destroying groups. A group's window is collective; everything else of it is local. */
+#include "runtime.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "fail.h"
+#include "object.h"
+
+ncclResult_t epGroupFind(const char *call, ncclEpGroup_t group) {
+  if (group && epObjectExists(group, EP_OBJECT_GROUP))
+    return ncclSuccess;
+  return epFail(ncclInvalidArgument, "%s: ep_group %p is not a group: expected one of ncclEpCreateGroup that is not "
+                                     "destroyed",
+                call, (void *)group);
+}
+
+uint32_t epLocals(const struct ncclEpGroup *group) { return group->shape.experts / group->shape.ranks; }
+
+epGroupArgs epGroupArgsOf(const struct ncclEpGroup *g) {
+  epGroupArgs a;
+  memset(&a, 0, sizeof a);
+  a.windows = (uint8_t *const *)g->windowTable;
+  a.scratch = g->scratch;
+  a.error = (epErrorRecord *)(void *)(g->sharedDev + offsetof(epGroupShared, error));
+  a.abortWord = (uint32_t *)(void *)(g->sharedDev + offsetof(epGroupShared, abortWord));
+  a.timeoutNs = g->config.timeout_ns;
+  a.window = g->windowLayout;
+  a.scratchLayout = g->scratchLayout;
+  a.rank = (uint32_t)g->topology.rank;
+  a.maxTokens = g->shape.maxTokens;
+  a.stageRows = g->shape.stageRows;
+  a.windowTopk = g->shape.topk;
+  return a;
+}
+
+/* Memory of this rank alone: scratch (zeroed), the table of windows, what host and kernels share. */
+static ncclResult_t epGroupAllocate(struct ncclEpGroup *g) {
+  const epBackendOps *ops = g->be->ops;
+  void *host = NULL, *dev = NULL;
+  ncclResult_t r = ops->allocMapped(g->be, &host, &dev, sizeof *g->shared);
+  if (r != ncclSuccess)
+    return r;
+  g->shared = host;
+  g->sharedDev = dev;
+  r = ops->alloc(g->be, &g->scratch, g->scratchLayout.bytes);
+  if (r == ncclSuccess)
+    r = ops->alloc(g->be, &g->windowTable, g->shape.ranks * sizeof(void *));
+  if (r == ncclSuccess)
+    r = ops->memset(g->be, g->scratch, 0, g->scratchLayout.bytes, NULL);
+  if (r == ncclSuccess)
+    r = ops->synchronize(g->be, NULL);
+  if (r == ncclSuccess)
+    r = epCountsTake(g, NULL, 1); /* the first chunk */
+  return r;
+}
+
+/* Everything that can be released is; the first error is told. */
+static ncclResult_t epGroupRelease(struct ncclEpGroup *g) {
+  const epBackendOps *ops = g->be->ops;
+  ncclResult_t first = ncclSuccess, r;
+  while (g->handles) {
+    r = epHandleOrphan(g->handles);
+    first = first == ncclSuccess ? r : first;
+  }
+  if (g->window) {
+    r = ops->windowDestroy(g->be, g->window);
+    first = first == ncclSuccess ? r : first;
+  }
+  r = epCountsFree(g);
+  first = first == ncclSuccess ? r : first;
+  if (g->windowTable) {
+    r = ops->free(g->be, g->windowTable);
+    first = first == ncclSuccess ? r : first;
+  }
+  if (g->scratch) {
+    r = ops->free(g->be, g->scratch);
+    first = first == ncclSuccess ? r : first;
+  }
+  if (g->shared) {
+    r = ops->freeMapped(g->be, g->shared);
+    first = first == ncclSuccess ? r : first;
+  }
+  free(g->kernels);
+  ops->destroy(g->be);
+  pthread_mutex_destroy(&g->lock);
+  free(g);
+  return first;
+}
+
+/* Collective: ranks compare configurations, and how each fared so far. */
+static ncclResult_t epGroupAgree(struct ncclEpGroup *g, ncclResult_t status) {
+  epGroupWire mine = epGroupWireOf(&g->config, &g->shape, status), *all = calloc(g->shape.ranks, sizeof *all);
+  ncclResult_t r;
+  if (!all)
+    return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+  r = g->be->ops->allGather(g->be, &mine, all, sizeof mine);
+  if (r == ncclSuccess && status != ncclSuccess)
+    r = status; /* its own line is already the better one */
+  else if (r == ncclSuccess)
+    r = epGroupWireCompare(all, (int)g->shape.ranks);
+  free(all);
+  return r;
+}
+
+static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
+  void **peers = calloc(g->shape.ranks, sizeof *peers);
+  ncclResult_t r;
+  if (!peers)
+    return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+  r = g->be->ops->windowCreate(g->be, g->windowLayout.bytes, &g->window, peers);
+  for (uint32_t i = 0; r == ncclSuccess && i < g->shape.ranks; i++)
+    if (!peers[i])
+      r = epFail(ncclInternalError, "ncclEpCreateGroup: the window of rank %u is not reachable from rank %d", i,
+                 g->topology.rank);
+  if (r == ncclSuccess)
+    r = g->be->ops->copyToDevice(g->be, g->windowTable, peers, g->shape.ranks * sizeof *peers);
+  free(peers);
+  return r;
+}
+
+ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config) {
+  struct ncclEpGroup *g;
+  ncclResult_t r;
+  if (!out)
+    return epFail(ncclInvalidArgument, "ncclEpCreateGroup: ep_group is NULL");
+  g = calloc(1, sizeof *g);
+  if (!g)
+    return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+  r = epBackendOpen(comm, &config->alloc, &g->be);
+  if (r != ncclSuccess) {
+    free(g);
+    return r;
+  }
+  pthread_mutex_init(&g->lock, NULL);
+  r = g->be->ops->topology(g->be, &g->topology);
+  if (r == ncclSuccess)
+    r = epGroupConfigCheck(config, &g->topology, &g->config, &g->shape);
+  if (r == ncclSuccess)
+    r = epRefuseCapture("ncclEpCreateGroup", g, NULL, "a group cannot be made then");
+  if (r != ncclSuccess)
+    goto release;
+  g->windowLayout = epWindowLayoutOf(g->shape);
+  g->scratchLayout = epScratchLayoutOf(g->shape.ranks, g->shape.experts);
+  g->sms = epPolicySms(&g->topology, g->config.max_num_sms);
+  g->budget = g->config.max_recv_tokens_per_rank;
+  r = epGroupAgree(g, epGroupAllocate(g));
+  if (r == ncclSuccess)
+    r = epGroupWindow(g);
+  if (r != ncclSuccess)
+    goto release;
+  if (!epObjectAdd(g, EP_OBJECT_GROUP)) {
+    r = epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+    goto release;
+  }
+  epLog(EP_LOG_INFO,
+        "group %p: %s, rank %d of %d, %u experts, at most %u tokens of %u bytes, top-k %u, window %llu bytes, %u SMs, "
+        "timeout %llu ms",
+        (void *)g, g->be->ops->name, g->topology.rank, g->topology.ranks, g->shape.experts, g->shape.maxTokens,
+        g->shape.maxRowBytes, g->shape.topk, (unsigned long long)g->windowLayout.bytes, g->sms,
+        (unsigned long long)(g->config.timeout_ns / 1000000));
+  *out = g;
+  return ncclSuccess;
+release:
+  epGroupRelease(g);
+  return r;
+}
+
+ncclResult_t epGroupDestroy(ncclEpGroup_t g) {
+  ncclResult_t r = ncclSuccess, released;
+  uint32_t mine = 0, *all = NULL;
+  if (!g)
+    return ncclSuccess;
+  r = epGroupFind("ncclEpGroupDestroy", g);
+  if (r != ncclSuccess)
+    return r;
+  epObjectRemove(g, EP_OBJECT_GROUP);
+  /* Peers store into this rank's window: it must outlive the last of their operations. With a rank that no longer
+   * answers there is nothing to wait for. */
+  epGroupAsyncError(g);
+  if (!g->lost && g->shape.ranks > 1) {
+    all = calloc(g->shape.ranks, sizeof *all);
+    r = all ? g->be->ops->allGather(g->be, &mine, all, sizeof mine)
+            : epFail(ncclSystemError, "ncclEpGroupDestroy: out of host memory");
+    free(all);
+  }
+  released = epGroupRelease(g);
+  return r == ncclSuccess ? released : r;
+}

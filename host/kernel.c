@@ -1,0 +1,63 @@
+/* The group's table of compiled kernels, by configuration. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "fail.h"
+#include "runtime.h"
+
+static epKernel *epKernelFind(const struct ncclEpGroup *g, int id, const epConfig *config) {
+  for (int i = 0; i < g->kernelCount; i++)
+    if (g->kernels[i].id == id && memcmp(&g->kernels[i].config, config, sizeof *config) == 0)
+      return g->kernels[i].kernel;
+  return NULL;
+}
+
+static ncclResult_t epKernelAdd(struct ncclEpGroup *g, int id, const epConfig *config, epKernel **out) {
+  ncclResult_t r;
+  if (g->kernelCount == g->kernelRoom) {
+    int room = g->kernelRoom ? 2 * g->kernelRoom : 8;
+    epKernelEntry *more = realloc(g->kernels, (size_t)room * sizeof *more);
+    if (!more)
+      return epFail(ncclSystemError, "kernel table: out of host memory");
+    g->kernels = more;
+    g->kernelRoom = room;
+  }
+  r = g->be->ops->kernel(g->be, id, config, out);
+  if (r != ncclSuccess)
+    return r;
+  g->kernels[g->kernelCount].id = id;
+  g->kernels[g->kernelCount].config = *config;
+  g->kernels[g->kernelCount++].kernel = *out;
+  return ncclSuccess;
+}
+
+ncclResult_t epRefuseCapture(const char *call, struct ncclEpGroup *g, cudaStream_t stream, const char *why) {
+  int capturing = 0;
+  ncclResult_t r = g->be->ops->isCapturing(g->be, stream, &capturing);
+  if (r == ncclSuccess && capturing)
+    r = epFail(ncclInvalidUsage, "%s: the stream is being captured: %s", call, why);
+  return r;
+}
+
+ncclResult_t epKernelCompile(struct ncclEpGroup *g, int id, const epConfig *config, epKernel **out) {
+  ncclResult_t r = ncclSuccess;
+  pthread_mutex_lock(&g->lock);
+  *out = epKernelFind(g, id, config);
+  if (!*out)
+    r = epKernelAdd(g, id, config, out);
+  pthread_mutex_unlock(&g->lock);
+  return r;
+}
+
+ncclResult_t epKernelGet(const char *call, struct ncclEpGroup *g, int id, const epConfig *config, cudaStream_t stream,
+                         epKernel **out) {
+  ncclResult_t r;
+  pthread_mutex_lock(&g->lock);
+  *out = epKernelFind(g, id, config);
+  pthread_mutex_unlock(&g->lock);
+  if (*out)
+    return ncclSuccess;
+  r = epRefuseCapture(call, g, stream,
+                      "its kernel is not compiled yet, and cannot be then (make one such call before, or ncclEpPrepare)");
+  return r == ncclSuccess ? epKernelCompile(g, id, config, out) : r;
+}

@@ -1,0 +1,14 @@
+/* Which groups and handles exist. Public pointers are looked up here before they are followed, so that use after destroy is an
+ * error instead of undefined (an address that a newer object has taken over cannot be told apart). */
+#ifndef EP_HOST_OBJECT_H_
+#define EP_HOST_OBJECT_H_
+
+typedef enum { EP_OBJECT_GROUP = 1, EP_OBJECT_HANDLE } epObjectKind;
+
+/* 0 when out of memory. */
+int epObjectAdd(const void *object, epObjectKind kind);
+/* 1 when it was there. */
+int epObjectRemove(const void *object, epObjectKind kind);
+int epObjectExists(const void *object, epObjectKind kind);
+
+#endif

@@ -1,0 +1,79 @@
+/* Launch sizes, and why they are so. */
+#include "policy.h"
+
+#include "fail.h"
+
+/* Sending: 8 SMs of plain stores already reach 96 % of the link that all SMs reach; with bulk copies 24 beside the epilogue
+ * were as good as 32 and better than 8 and 16 (push + expand 202 to 233 us at T = 4096). Combine's senders of flat rows read
+ * one row and write one; a few more keep the link busy while the epilogue reduces. In expert-major they read several
+ * slots for each row they send, so they are the heavier half. */
+#define EP_PUSH_BLOCKS_DISPATCH 24u
+#define EP_PUSH_BLOCKS_COMBINE_FLAT 32u
+
+/* A warp moves a row at a time; 16 warps keep enough bulk copies in flight for HBM. More gain nothing, and a row of 14 KB
+ * leaves room for 15. */
+#define EP_MOVE_WARPS 16u
+#define EP_UPDATE_THREADS 256u
+/* One token a warp in a block of 8 warps: more blocks than that would have nothing to do. */
+#define EP_UPDATE_TOKENS_A_BLOCK 8u
+/* On the emulated fabric a thread is a fiber: two warps a block are what its checks need, more cost only time. */
+#define EP_EMU_WARPS 2u
+
+static unsigned least(unsigned a, unsigned b) { return a < b ? a : b; }
+
+unsigned epPolicySms(const epTopology *topology, unsigned limit) {
+  unsigned all = topology->numSms > 0 ? (unsigned)topology->numSms : 1;
+  return limit ? least(limit, all) : all;
+}
+
+ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t tokens, epConfig *config, epGrid *grid) {
+  unsigned warps = topology->arch ? EP_UPDATE_THREADS / 32 : EP_EMU_WARPS;
+  config->bulk = 0; /* update moves no rows */
+  /* Each warp has a histogram of all experts and ranks in shared memory. */
+  for (config->threads = warps * 32; warps > 1 && epUpdateSmem(config) > (uint32_t)topology->smemPerBlock; warps--)
+    config->threads = (warps - 1) * 32;
+  if (epUpdateSmem(config) > (uint32_t)topology->smemPerBlock)
+    return epFail(ncclInvalidUsage,
+                  "update: histograms of %u experts and %u ranks take %u bytes: a block of this device has %d",
+                  config->experts, config->ranks, epUpdateSmem(config), topology->smemPerBlock);
+  grid->threads = config->threads;
+  grid->smemBytes = epUpdateSmem(config);
+  grid->pushBlocks = 0;
+  /* The grid waits for itself, so all of it must be resident: at most one block an SM. */
+  grid->blocks = least(least(EP_MAX_UPDATE_BLOCKS, sms),
+                       (tokens + EP_UPDATE_TOKENS_A_BLOCK - 1) / EP_UPDATE_TOKENS_A_BLOCK);
+  if (grid->blocks == 0)
+    grid->blocks = 1;
+  return ncclSuccess;
+}
+
+static unsigned epPushBlocks(int kernelId, uint32_t layout, unsigned blocks) {
+  unsigned half = blocks / 2;
+  if (kernelId == EP_KERNEL_DISPATCH)
+    return least(EP_PUSH_BLOCKS_DISPATCH, half);
+  return layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_COMBINE_FLAT, half) : half;
+}
+
+ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned sms, int kernelId, epConfig *config,
+                          epGrid *grid) {
+  uint32_t smem = (uint32_t)topology->smemPerBlock, warps = topology->arch ? EP_MOVE_WARPS : EP_EMU_WARPS;
+  config->bulk = topology->bulkCopies != 0;
+  for (config->threads = warps * 32; warps > 1 && epMoveSmem(config) > smem; warps--)
+    config->threads = (warps - 1) * 32;
+  if (epMoveSmem(config) > smem)
+    return epFail(ncclInvalidArgument,
+                  "%s: a row of %u bytes takes %u bytes of shared memory: a block of this device has %u", call,
+                  config->rowBytes, epMoveSmem(config), smem);
+  grid->threads = config->threads;
+  grid->smemBytes = epMoveSmem(config);
+  grid->blocks = sms;
+  grid->pushBlocks = 0;
+  if (config->ranks > 1) { /* one rank sends nothing */
+    /* A sender and a receiver at least, also with a limit of one SM. Senders come first in the grid and never wait for the
+     * epilogue, so they need not be resident together. */
+    if (grid->blocks < 2)
+      grid->blocks = 2;
+    grid->pushBlocks = epPushBlocks(kernelId, config->layout, grid->blocks);
+  }
+  return ncclSuccess;
+}

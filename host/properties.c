@@ -1,0 +1,117 @@
+/* What a group is, what it would take, and its kernels ahead of time. */
+#include <stdio.h>
+
+#include "fail.h"
+#include "runtime.h"
+#include "sizes.h"
+#include "tensor.h"
+
+static unsigned long long epBlocks(const struct ncclEpGroup *g, int id) {
+  epConfig c = id == EP_KERNEL_UPDATE
+                   ? epUpdateConfig(g, EP_LAYOUT_KIND_FLAT, g->shape.topk, 8)
+                   : epMoveConfig(g, EP_LAYOUT_KIND_FLAT, g->shape.topk, g->shape.maxRowBytes, EP_DTYPE_BF16, 1);
+  epGrid grid;
+  ncclResult_t r = id == EP_KERNEL_UPDATE
+                       ? epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, &c, &grid)
+                       : epPolicyMove("ncclEpGetGroupProperties", &g->topology, g->sms, id, &c, &grid);
+  return r == ncclSuccess ? grid.blocks : 0;
+}
+
+ncclResult_t epGroupProperties(ncclEpGroup_t g, ncclEpGroupProperties_t *p) {
+  ncclResult_t r = epGroupFind("ncclEpGetGroupProperties", g);
+  if (r != ncclSuccess)
+    return r;
+  p->ranks = g->topology.ranks;
+  p->rank = g->topology.rank;
+  p->scale_up_ranks = g->topology.scaleUpRanks;
+  p->scale_up_rank = g->topology.scaleUpRank;
+  p->scale_out_ranks = g->topology.scaleOutRanks;
+  p->scale_out_rank = g->topology.scaleOutRank;
+  p->hybrid = 0;
+  p->num_experts = (int)g->shape.experts;
+  p->num_local_experts = (int)epLocals(g);
+  p->num_sms_update = (int)epBlocks(g, EP_KERNEL_UPDATE);
+  p->num_sms_dispatch = (int)epBlocks(g, EP_KERNEL_DISPATCH);
+  p->num_sms_combine = (int)epBlocks(g, EP_KERNEL_COMBINE);
+  p->max_in_flight = 0; /* nothing is staged yet */
+  p->window_bytes = g->windowLayout.bytes;
+  p->scratch_bytes = g->scratchLayout.bytes;
+  p->timeout_ns = g->config.timeout_ns;
+  snprintf(p->backend, sizeof p->backend, "%s", g->be->ops->name);
+  return ncclSuccess;
+}
+
+static ncclResult_t epPrepareMove(struct ncclEpGroup *g, const ncclEpPrepareConfig_t *c, int id, int weights) {
+  static const char call[] = "ncclEpPrepare";
+  int combine = id == EP_KERNEL_COMBINE;
+  ncclDataType_t type = combine ? c->combine_type : c->dispatch_type;
+  uint32_t rowBytes = 0, dtype = EP_DTYPE_BYTES;
+  epConfig kc;
+  epGrid grid;
+  epKernel *kernel;
+  ncclResult_t r = ncclSuccess;
+  if (!epTypeBytes(type))
+    r = epFail(ncclInvalidArgument, "%s: %s is %d: expected an ncclDataType_t", call,
+               combine ? "combine_type" : "dispatch_type", (int)type);
+  if (r == ncclSuccess && combine)
+    r = epCombineType(call, type, &dtype);
+  if (r == ncclSuccess)
+    r = epRowBytes(call, g, "tokens", c->hidden, type, &rowBytes);
+  if (r != ncclSuccess)
+    return r;
+  kc = epMoveConfig(g, epLayoutKind(c->layout), c->top_k, rowBytes, dtype, weights);
+  r = epPolicyMove(call, &g->topology, g->sms, id, &kc, &grid);
+  return r == ncclSuccess ? epKernelCompile(g, id, &kc, &kernel) : r;
+}
+
+ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
+  static const char call[] = "ncclEpPrepare";
+  epConfig kc;
+  epGrid grid;
+  epKernel *kernel;
+  ncclResult_t r = epGroupFind(call, g);
+  if (r != ncclSuccess)
+    return r;
+  if (c->layout != NCCL_EP_LAYOUT_FLAT && c->layout != NCCL_EP_LAYOUT_EXPERT_MAJOR)
+    return epFail(ncclInvalidArgument,
+                  "%s: layout is %d: expected NCCL_EP_LAYOUT_FLAT or NCCL_EP_LAYOUT_EXPERT_MAJOR", call,
+                  (int)c->layout);
+  if (c->top_k < 1 || c->top_k > g->shape.topk)
+    return epFail(ncclInvalidArgument, "%s: top_k is %u: expected 1 to the group's %u", call, c->top_k, g->shape.topk);
+  if (c->index_type != ncclInt64 && c->index_type != ncclInt32)
+    return epFail(ncclInvalidArgument, "%s: index_type is %s: expected int64 or int32", call,
+                  epTypeName(c->index_type));
+  r = epRefuseCapture(call, g, NULL, "kernels cannot be compiled then");
+  if (r != ncclSuccess)
+    return r;
+  kc = epUpdateConfig(g, epLayoutKind(c->layout), c->top_k, epTypeBytes(c->index_type));
+  r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, &kc, &grid);
+  if (r == ncclSuccess)
+    r = epKernelCompile(g, EP_KERNEL_UPDATE, &kc, &kernel);
+  for (int weights = 0; r == ncclSuccess && weights < 2; weights++) { /* forward: dispatch with, combine without */
+    if (weights || c->backward)
+      r = epPrepareMove(g, c, EP_KERNEL_DISPATCH, weights);
+    if (r == ncclSuccess && (!weights || c->backward))
+      r = epPrepareMove(g, c, EP_KERNEL_COMBINE, weights);
+  }
+  return r;
+}
+
+ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config, ncclEpBufferSize_t *sizes) {
+  static const ncclEpAllocConfig_t none;
+  epBackend *be = NULL;
+  epTopology topology;
+  ncclResult_t r = epBackendOpen(comm, &none, &be);
+  if (r != ncclSuccess)
+    return r;
+  r = be->ops->topology(be, &topology);
+  if (r == ncclSuccess && topology.scaleOutRanks > 1)
+    r = epFail(ncclInvalidUsage,
+               "ncclEpCalculateBufferSize: the communicator spans %d scale-up domains: not supported yet: several "
+               "scale-up domains",
+               topology.scaleOutRanks);
+  if (r == ncclSuccess)
+    r = calculate_ep_buffer_size((uint32_t)topology.ranks, config, sizes);
+  be->ops->destroy(be);
+  return r;
+}

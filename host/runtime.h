@@ -1,0 +1,172 @@
+/* A group and its handles as the host runtime keeps them, and what its files offer each other. */
+#ifndef EP_HOST_RUNTIME_H_
+#define EP_HOST_RUNTIME_H_
+
+#include <pthread.h>
+#include <stdint.h>
+
+#include "abi.h"
+#include "backend.h"
+#include "nccl_ep.h"
+#include "policy.h"
+
+#define EP_TIMEOUT_NS 100000000000ull /* of a wait in a kernel, unless the caller says otherwise */
+#define EP_RECORD_ALIGN EP_SECTION_ALIGN
+#define EP_MAX_ALIGN (1u << 20) /* of an expert's zone: keeps slot numbers inside 32 bits */
+
+/* A compiled kernel of the group, found by what it is specialised by. */
+typedef struct epKernelEntry {
+  int id;
+  epConfig config;
+  epKernel *kernel;
+} epKernelEntry;
+
+/* Mapped memory for the host counts of EP_COUNTS_SLOTS handles; a handle takes a slot when it is initialised, so that
+ * initialisation itself need not allocate. */
+#define EP_COUNTS_SLOTS 16u
+typedef struct epCountsChunk {
+  struct epCountsChunk *next;
+  uint8_t *host, *dev;
+  struct ncclEpHandle *users[EP_COUNTS_SLOTS];
+} epCountsChunk;
+
+/* Host-visible words of a group: the kernels' error record and the word that ends their waits. */
+typedef struct epGroupShared {
+  epErrorRecord error;
+  uint32_t abortWord;
+} epGroupShared;
+
+struct ncclEpGroup {
+  epBackend *be;
+  epTopology topology;
+  ncclEpGroupConfig_t config; /* as resolved: environment applied, defaults filled in */
+  epShape shape;
+  epWindowLayout windowLayout;
+  epScratchLayout scratchLayout;
+  unsigned sms; /* that a kernel may use */
+  uint32_t budget; /* rows of an output; 0: eager */
+
+  epWindow *window;
+  void *windowTable; /* device: R window addresses */
+  void *scratch;     /* device */
+  epGroupShared *shared; /* host address */
+  uint8_t *sharedDev;    /* its device address */
+
+  pthread_mutex_t lock; /* guards everything below */
+  epKernelEntry *kernels;
+  int kernelCount, kernelRoom;
+  epCountsChunk *counts;
+  struct ncclEpHandle *handles; /* list */
+  uint32_t updatesIssued;       /* generation of the last update that was launched outside of captures */
+  int updatesCaptured;          /* graphs may add updates that the host cannot count */
+  int lost;                     /* a wait gave up: generations of the ranks may differ */
+  epErrorRecord lostBy;
+  int reported; /* bits of what the log has been told */
+};
+
+struct ncclEpHandle {
+  struct ncclEpGroup *group; /* NULL once the group is destroyed */
+  struct ncclEpHandle *next, *previous;
+  ncclEpLayout_t layout;
+  uint32_t align;
+  uint32_t topkRoom;  /* K that the memory is sized for */
+  uint32_t topkFixed; /* num_topk of the caller, 0: any */
+  uint32_t topk;      /* K of the routing; 0: not known yet */
+  uint32_t tokens;    /* T of the routing, when `updated` */
+  int updated;        /* the routing came through this handle */
+  int foreign;        /* the record was found in the caller's memory, written by another handle */
+  uint8_t *record;    /* device */
+  size_t recordBytes;
+  int owned; /* the record is the library's memory */
+  epHostCounts *counts; /* host address, NULL: no slot */
+  uint8_t *countsDev;
+  uint32_t generation;   /* of the last update; meaningful unless it was captured */
+  int captured;          /* the last update was captured */
+  cudaStream_t stream;   /* of the last update */
+};
+
+/* ---- group.c */
+ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config);
+ncclResult_t epGroupDestroy(ncclEpGroup_t group);
+/* The group if it exists, else an error. */
+ncclResult_t epGroupFind(const char *call, ncclEpGroup_t group);
+epGroupArgs epGroupArgsOf(const struct ncclEpGroup *group);
+uint32_t epLocals(const struct ncclEpGroup *group);
+
+/* ---- group_config.c: checks and defaults of a configuration, and the comparison between ranks; pure but for the
+ * environment. */
+ncclResult_t epGroupConfigCheck(const ncclEpGroupConfig_t *given, const epTopology *topology,
+                                ncclEpGroupConfig_t *resolved, epShape *shape);
+#define EP_WIRE_FIELDS 16
+typedef struct epGroupWire {
+  uint64_t field[EP_WIRE_FIELDS];
+} epGroupWire;
+epGroupWire epGroupWireOf(const ncclEpGroupConfig_t *config, const epShape *shape, ncclResult_t status);
+ncclResult_t epGroupWireCompare(const epGroupWire *all, int ranks);
+
+/* ---- kernel.c */
+/* The kernel, compiled now if need be; refused while `stream` is being captured and it is not compiled yet. */
+ncclResult_t epKernelGet(const char *call, struct ncclEpGroup *group, int id, const epConfig *config,
+                         cudaStream_t stream, epKernel **out);
+/* The same without a stream: for ncclEpPrepare. */
+ncclResult_t epKernelCompile(struct ncclEpGroup *group, int id, const epConfig *config, epKernel **out);
+ncclResult_t epRefuseCapture(const char *call, struct ncclEpGroup *group, cudaStream_t stream, const char *why);
+
+/* ---- error.c */
+/* Refuses when the group is lost, with the line that says who waited for whom. */
+ncclResult_t epGroupUsable(const char *call, struct ncclEpGroup *group);
+int epGroupAsyncError(struct ncclEpGroup *group);
+void epGroupErrorClear(struct ncclEpGroup *group);
+void epGroupErrorInfo(struct ncclEpGroup *group, ncclEpErrorInfo_t *info);
+
+/* ---- handle.c */
+ncclResult_t epHandleFind(const char *call, ncclEpHandle_t handle);
+ncclResult_t epHandleMemSize(ncclEpGroup_t group, ncclEpLayout_t layout, const ncclEpHandleConfig_t *config,
+                             size_t *bytes, int topk);
+ncclResult_t epHandleInit(ncclEpHandle_t *out, ncclEpGroup_t group, ncclEpLayout_t layout,
+                          const ncclEpHandleConfig_t *config, int topk, const ncclEpTensor_t *memory);
+ncclResult_t epHandleCreate(ncclEpHandle_t *out, ncclEpGroup_t group, ncclEpLayout_t layout, const ncclEpTensor_t *topk,
+                            const ncclEpLayoutInfo_t *info, const ncclEpHandleConfig_t *config, cudaStream_t stream);
+ncclResult_t epHandleDestroy(ncclEpHandle_t handle);
+/* Takes the group away from a handle: its memory is released, the object stays until its own destroy. */
+ncclResult_t epHandleOrphan(struct ncclEpHandle *handle);
+epRecordLayout epHandleRecordLayout(const struct ncclEpHandle *handle);
+/* The handle has routing: its own, or a record found in the caller's memory (looked at once). */
+ncclResult_t epHandleRouted(const char *call, struct ncclEpHandle *handle, cudaStream_t stream);
+uint32_t epLayoutKind(ncclEpLayout_t layout);
+
+/* ---- update.c, dispatch.c, combine.c */
+ncclResult_t epUpdate(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *topk,
+                      const ncclEpLayoutInfo_t *info, cudaStream_t stream);
+ncclResult_t epDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
+                        const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config, cudaStream_t stream);
+ncclResult_t epCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *in, const ncclEpCombineOutputs_t *out,
+                       const ncclEpCombineConfig_t *config, cudaStream_t stream);
+/* Configurations of the kernels, shared with ncclEpPrepare; threads and bulk are set by the policy. */
+epConfig epUpdateConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t indexBytes);
+epConfig epMoveConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t rowBytes, uint32_t dtype,
+                      int weights);
+ncclResult_t epCombineType(const char *call, ncclDataType_t type, uint32_t *dtype);
+/* Rows of tokens: bytes of one, checked against 16 and the group's limit. */
+ncclResult_t epRowBytes(const char *call, const struct ncclEpGroup *group, const char *name, uint64_t hidden,
+                        ncclDataType_t type, uint32_t *rowBytes);
+
+/* ---- counts.c */
+size_t epCountsBytes(const struct ncclEpGroup *group);
+/* A slot for the handle; allocates a chunk when none is free and `mayAllocate`. No slot is not an error. */
+ncclResult_t epCountsTake(struct ncclEpGroup *group, struct ncclEpHandle *handle, int mayAllocate);
+void epCountsGive(struct ncclEpGroup *group, struct ncclEpHandle *handle);
+ncclResult_t epCountsFree(struct ncclEpGroup *group);
+/* Waits until the handle's last update has run. */
+ncclResult_t epUpdateWait(const char *call, struct ncclEpHandle *handle);
+/* 1 when the counts of the last update are already there. */
+int epCountsKnown(const struct ncclEpHandle *handle);
+ncclResult_t epHostCountsGet(ncclEpHandle_t handle, ncclEpHostCounts_t *counts);
+
+/* ---- metadata.c, properties.c */
+ncclResult_t epHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata);
+ncclResult_t epGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties);
+ncclResult_t epPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);
+ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config, ncclEpBufferSize_t *sizes);
+
+#endif

@@ -1,0 +1,67 @@
+/* Sizes are sums over device/layout.h, which the kernels include too. */
+#include "sizes.h"
+
+#include "fail.h"
+#include "tensor.h"
+
+uint32_t epLargestTopk(uint32_t maxTokens) {
+  uint32_t most = maxTokens ? EP_MAX_ENTRIES / maxTokens : EP_MAX_TOPK;
+  return most < EP_MAX_TOPK ? most : EP_MAX_TOPK;
+}
+
+ncclResult_t epShapeOf(const char *call, const epSizeRequest *q, epShape *shape) {
+  uint32_t topk = q->topk ? q->topk : epLargestTopk(q->maxTokens), locals;
+  if (q->ranks < 1 || q->ranks > EP_MAX_RANKS)
+    return epFail(ncclInvalidArgument, "%s: the communicator has %u ranks: expected 1 to %u", call, q->ranks,
+                  EP_MAX_RANKS);
+  if (q->experts < 1 || q->experts > EP_MAX_EXPERTS || q->experts % q->ranks)
+    return epFail(ncclInvalidArgument, "%s: num_experts is %u: expected a multiple of the %u ranks, at most %u", call,
+                  q->experts, q->ranks, EP_MAX_EXPERTS);
+  if (q->maxTokens < 1 || q->maxTokens > EP_MAX_ENTRIES)
+    return epFail(ncclInvalidArgument, "%s: max_dispatch_tokens_per_rank is %u: expected 1 to %u", call, q->maxTokens,
+                  EP_MAX_ENTRIES);
+  if (topk < 1 || topk > EP_MAX_TOPK)
+    return epFail(ncclInvalidArgument, "%s: num_topk is %u: expected 1 to %u", call, topk, EP_MAX_TOPK);
+  if (topk > epLargestTopk(q->maxTokens))
+    return epFail(ncclInvalidArgument,
+                  "%s: max_dispatch_tokens_per_rank %u times num_topk %u is %llu: expected at most %u", call,
+                  q->maxTokens, topk, (unsigned long long)q->maxTokens * topk, EP_MAX_ENTRIES);
+  if (q->rowBytes < 1 || q->rowBytes > EP_MAX_ROW_BYTES || q->rowBytes % EP_ROW_ALIGN)
+    return epFail(ncclInvalidArgument, "%s: a row of tokens has %llu bytes: expected a multiple of %u, at most %u",
+                  call, (unsigned long long)q->rowBytes, EP_ROW_ALIGN, EP_MAX_ROW_BYTES);
+  locals = q->experts / q->ranks;
+  shape->ranks = q->ranks;
+  shape->experts = q->experts;
+  shape->topk = topk;
+  shape->maxTokens = q->maxTokens;
+  shape->stageRows = q->multipleReductions ? q->maxTokens : q->maxTokens * (topk < locals ? topk : locals);
+  shape->maxRowBytes = (uint32_t)q->rowBytes;
+  return ncclSuccess;
+}
+
+ncclResult_t calculate_ep_buffer_size(uint32_t ranks, const ncclEpBufferSizeConfig_t *config,
+                                      ncclEpBufferSize_t *sizes) {
+  static const char call[] = "ncclEpCalculateBufferSize";
+  uint32_t typeBytes = epTypeBytes(config->datatype);
+  epSizeRequest request = {ranks, config->num_experts, config->top_k, config->max_tokens, 0,
+                           config->multiple_reductions};
+  epShape shape;
+  epWindowLayout w;
+  ncclResult_t r;
+  if (!typeBytes)
+    return epFail(ncclInvalidArgument, "%s: datatype is %d: expected an ncclDataType_t", call, (int)config->datatype);
+  request.rowBytes =
+      (uint64_t)config->hidden * typeBytes + epAlignUp(config->scale_bytes, EP_ROW_ALIGN);
+  r = epShapeOf(call, &request, &shape);
+  if (r != ncclSuccess)
+    return r;
+  w = epWindowLayoutOf(shape);
+  sizes->window_bytes = w.bytes;
+  sizes->count_bytes = w.metaFlags - w.counts;
+  sizes->flag_bytes = w.meta - w.metaFlags;
+  sizes->metadata_bytes = w.stage - w.meta;
+  sizes->staging_bytes = w.bytes - w.stage;
+  sizes->handle_bytes = epRecordLayoutOf(shape.ranks, shape.experts, shape.topk, shape.maxTokens).bytes;
+  sizes->scratch_bytes = epScratchLayoutOf(shape.ranks, shape.experts).bytes;
+  return ncclSuccess;
+}

@@ -1,0 +1,145 @@
+/* ncclEpUpdateHandle: checks, and the launch of the update kernel. */
+#include <string.h>
+
+#include "fail.h"
+#include "runtime.h"
+#include "tensor.h"
+
+epConfig epUpdateConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk, uint32_t indexBytes) {
+  epConfig c;
+  memset(&c, 0, sizeof c);
+  c.ranks = g->shape.ranks;
+  c.experts = g->shape.experts;
+  c.topk = topk;
+  c.layout = kind;
+  c.indexBytes = indexBytes;
+  return c;
+}
+
+/* One optional counter of layout_info. */
+static ncclResult_t epCounter(const char *call, const char *field, struct ncclEpGroup *g, const ncclEpTensor_t *t,
+                              uint32_t extent, void **dev, uint32_t *wide) {
+  const epArgName name = {call, field};
+  ncclResult_t r;
+  *dev = NULL;
+  *wide = 0;
+  if (!t)
+    return ncclSuccess;
+  r = epTensorCheck(name, t, 1);
+  if (r == ncclSuccess)
+    r = epTensorExtent(name, t, 0, extent, extent == 1 ? "a total" : "local experts");
+  if (r == ncclSuccess && t->datatype != ncclInt32 && t->datatype != ncclInt64)
+    r = epFail(ncclInvalidArgument, "%s: %s is %s: expected int32 or int64", call, field, epTypeName(t->datatype));
+  if (r == ncclSuccess) {
+    *wide = t->datatype == ncclInt64;
+    r = epTensorAddress(name, g->be, t, epTypeBytes(t->datatype), dev);
+  }
+  return r;
+}
+
+static ncclResult_t epUpdateCounters(const char *call, const struct ncclEpHandle *h, const ncclEpLayoutInfo_t *info,
+                                     epUpdateArgs *a) {
+  struct ncclEpGroup *g = h->group;
+  uint32_t locals = epLocals(g);
+  ncclResult_t r;
+  if (info->src_rank_counters)
+    return epFail(ncclInvalidUsage,
+                  "%s: layout_info.src_rank_counters is given: not supported yet (it belongs to low latency); "
+                  "ncclEpGetHostCounts has rows per source rank",
+                  call);
+  if (info->expert_offsets && h->layout == NCCL_EP_LAYOUT_FLAT)
+    return epFail(ncclInvalidArgument, "%s: layout_info.expert_offsets is given: expected NULL in the flat layout",
+                  call);
+  r = epCounter(call, "layout_info.expert_counters", g, info->expert_counters, locals, &a->expertCounters,
+                &a->expertCountersWide);
+  if (r == ncclSuccess)
+    r = epCounter(call, "layout_info.expert_offsets", g, info->expert_offsets, locals, &a->expertOffsets,
+                  &a->expertOffsetsWide);
+  if (r == ncclSuccess)
+    r = epCounter(call, "layout_info.recv_total_counter", g, info->recv_total_counter, 1, &a->recvTotal,
+                  &a->recvTotalWide);
+  return r;
+}
+
+static ncclResult_t epUpdateIndices(const char *call, const struct ncclEpHandle *h, const ncclEpTensor_t *topk,
+                                    void **dev) {
+  const epArgName name = {call, "topk_idx"};
+  const struct ncclEpGroup *g = h->group;
+  ncclResult_t r = epTensorCheck(name, topk, 2);
+  if (r == ncclSuccess && topk->datatype != ncclInt32 && topk->datatype != ncclInt64)
+    r = epFail(ncclInvalidArgument, "%s: topk_idx is %s: expected int64 or int32", call, epTypeName(topk->datatype));
+  if (r == ncclSuccess && topk->sizes[0] > g->shape.maxTokens)
+    r = epFail(ncclInvalidArgument, "%s: topk_idx.sizes[0] is %zu: expected at most max_dispatch_tokens_per_rank, %u",
+               call, topk->sizes[0], g->shape.maxTokens);
+  if (r == ncclSuccess && h->topkFixed)
+    r = epTensorExtent(name, topk, 1, h->topkFixed, "num_topk of ncclEpInitHandle");
+  if (r == ncclSuccess && (topk->sizes[1] < 1 || topk->sizes[1] > h->topkRoom))
+    r = epFail(ncclInvalidArgument, "%s: topk_idx.sizes[1] is %zu: expected a top-k of 1 to %u", call, topk->sizes[1],
+               h->topkRoom);
+  if (r == ncclSuccess)
+    r = epTensorAddress(name, g->be, topk, epTypeBytes(topk->datatype), dev);
+  return r;
+}
+
+/* The launch, and what it makes of the handle. */
+static ncclResult_t epUpdateLaunch(struct ncclEpHandle *h, epKernel *kernel, const epGrid *grid, const epUpdateArgs *a,
+                                   uint32_t topk, cudaStream_t stream) {
+  struct ncclEpGroup *g = h->group;
+  epLaunch launch = {grid->blocks, grid->threads, grid->smemBytes, a, sizeof *a};
+  int capturing = 0;
+  ncclResult_t r = g->be->ops->isCapturing(g->be, stream, &capturing);
+  if (r == ncclSuccess)
+    r = g->be->ops->launch(g->be, kernel, &launch, stream);
+  if (r != ncclSuccess)
+    return r;
+  pthread_mutex_lock(&g->lock);
+  if (capturing)
+    g->updatesCaptured = 1;
+  else
+    h->generation = ++g->updatesIssued;
+  pthread_mutex_unlock(&g->lock);
+  h->captured = capturing;
+  h->stream = stream;
+  h->updated = 1;
+  h->topk = topk;
+  h->tokens = a->tokens;
+  return ncclSuccess;
+}
+
+ncclResult_t epUpdate(const char *call, ncclEpHandle_t h, const ncclEpTensor_t *topk, const ncclEpLayoutInfo_t *info,
+                      cudaStream_t stream) {
+  struct ncclEpGroup *g;
+  epUpdateArgs a;
+  epConfig config;
+  epGrid grid;
+  epKernel *kernel;
+  void *indices = NULL;
+  ncclResult_t r = epHandleFind(call, h);
+  if (r != ncclSuccess)
+    return r;
+  g = h->group;
+  memset(&a, 0, sizeof a);
+  r = epGroupUsable(call, g);
+  if (r == ncclSuccess)
+    r = epUpdateIndices(call, h, topk, &indices);
+  if (r == ncclSuccess && info)
+    r = epUpdateCounters(call, h, info, &a);
+  if (r != ncclSuccess)
+    return r;
+  config = epUpdateConfig(g, epLayoutKind(h->layout), (uint32_t)topk->sizes[1], epTypeBytes(topk->datatype));
+  r = epPolicyUpdate(&g->topology, g->sms, (uint32_t)topk->sizes[0], &config, &grid);
+  if (r == ncclSuccess)
+    r = epKernelGet(call, g, EP_KERNEL_UPDATE, &config, stream, &kernel);
+  if (r != ncclSuccess)
+    return r;
+  a.group = epGroupArgsOf(g);
+  a.recordLayout = epRecordLayoutOf(g->shape.ranks, g->shape.experts, config.topk, g->shape.maxTokens);
+  a.record = h->record;
+  a.topkIdx = indices;
+  a.tokens = (uint32_t)topk->sizes[0];
+  a.blocks = grid.blocks;
+  a.align = h->align;
+  a.budget = g->budget;
+  a.hostCounts = (epHostCounts *)(void *)h->countsDev;
+  return epUpdateLaunch(h, kernel, &grid, &a, config.topk, stream);
+}
