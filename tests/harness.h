@@ -70,7 +70,7 @@ typedef struct epTestTensor {
   size_t bytes;        /* without guard bands */
 } epTestTensor;
 
-size_t epTypeBytes(ncclDataType_t type);
+size_t epTestTypeBytes(ncclDataType_t type);
 /* Emulated memory with guard bands, all 0xAB. No elements: no memory, data NULL. */
 void epTensorMake(epTestRank *me, epTestTensor *t, ncclDataType_t type, unsigned ndim, size_t a, size_t b,
                   const char *name);

@@ -13,7 +13,7 @@
 #define GUARD 256u
 #define FILL 0xAB
 
-size_t epTypeBytes(ncclDataType_t type) {
+size_t epTestTypeBytes(ncclDataType_t type) {
   switch (type) {
   case ncclFloat16:
   case ncclBfloat16:
@@ -34,7 +34,7 @@ void epTensorMake(epTestRank *me, epTestTensor *t, ncclDataType_t type, unsigned
   t->t = NCCL_EP_TENSOR_INIT;
   t->sizes[0] = a, t->sizes[1] = b;
   t->t.ndim = ndim, t->t.datatype = type, t->t.sizes = t->sizes;
-  t->bytes = epTypeBytes(type) * a * (ndim > 1 ? b : 1);
+  t->bytes = epTestTypeBytes(type) * a * (ndim > 1 ? b : 1);
   if (!t->bytes) return;
   void *base = NULL;
   EXPECT_OK(me, ncclEpEmuMalloc(me->comm, &base, t->bytes + 2 * GUARD, name));
@@ -178,7 +178,7 @@ void epGroupConfigOf(const epCase *c, ncclEpGroupConfig_t *config) {
   config->num_experts = c->experts;
   config->max_dispatch_tokens_per_rank = c->maxTokens;
   config->max_recv_tokens_per_rank = c->budget;
-  size_t a = epTypeBytes(c->type), b = epTypeBytes(combineType(c));
+  size_t a = epTestTypeBytes(c->type), b = epTestTypeBytes(combineType(c));
   config->max_token_bytes = (unsigned)((a > b ? a : b) * c->hidden);
   config->num_topk = c->groupTopk ? c->groupTopk : c->topk;
   config->max_num_sms = c->maxSms;
@@ -332,7 +332,7 @@ static void makeInputs(epTestRank *me, epRun *run) {
   epTensorFree(me, &run->w);
   epTensorMake(me, &run->x, c->type, 2, tokens, c->hidden, "tokens");
   epTensorMake(me, &run->w, ncclFloat32, 2, tokens, c->topk, "topk_weights");
-  size_t rowBytes = epTypeBytes(c->type) * c->hidden;
+  size_t rowBytes = epTestTypeBytes(c->type) * c->hidden;
   unsigned char *rows = must(calloc(tokens + 1, rowBytes));
   float *weights = must(calloc((size_t)tokens * c->topk + 1, sizeof(float)));
   for (uint32_t t = 0; t < tokens; t++) {
@@ -347,7 +347,7 @@ static void makeInputs(epTestRank *me, epRun *run) {
 static void checkRows(epTestRank *me, const epRun *run) {
   const epCase *c = run->round->c;
   const epRefRank *want = &run->round->ref->rank[me->rank];
-  size_t rowBytes = epTypeBytes(c->type) * c->hidden;
+  size_t rowBytes = epTestTypeBytes(c->type) * c->hidden;
   const unsigned char *got = run->out.t.data;
   unsigned char *row = must(malloc(rowBytes));
   for (uint64_t i = 0; i < want->rows && got; i++) {
@@ -439,7 +439,7 @@ static void makeExpertRows(epTestRank *me, const epRun *run, epTestTensor *t) {
   const epRefRank *rank = &run->round->ref->rank[me->rank];
   ncclDataType_t type = combineType(c);
   uint64_t capacity = capacityOf(run, me->rank);
-  size_t rowBytes = epTypeBytes(type) * c->hidden;
+  size_t rowBytes = epTestTypeBytes(type) * c->hidden;
   epTensorMake(me, t, type, 2, capacity, c->hidden, "expert outputs");
   unsigned char *rows = must(malloc(capacity * rowBytes + 1));
   memset(rows, 0xff, capacity * rowBytes + 1);
@@ -468,7 +468,7 @@ static void checkSums(epTestRank *me, const epRun *run) {
   const epCase *c = run->round->c;
   uint32_t tokens = run->round->tokens[me->rank];
   ncclDataType_t type = combineType(c);
-  size_t rowBytes = epTypeBytes(type) * c->hidden;
+  size_t rowBytes = epTestTypeBytes(type) * c->hidden;
   unsigned char *row = must(calloc(1, rowBytes));
   const unsigned char *got = run->y.t.data;
   for (uint32_t t = 0; t < tokens && got; t++) {

@@ -38,8 +38,7 @@ static wideCount roundUp(wideCount v, wideCount a) { return (v + a - 1) / a * a;
 static void checkWindow(epShape s) {
   epWindowLayout w = epWindowLayoutOf(s);
   wideCount R = s.ranks, words = s.experts / s.ranks + 1, K = s.topk, rows = s.stageRows;
-  wideCount stride = roundUp(s.maxRowBytes, 16) + roundUp(4 * K, 16),
-            chunks = (rows + EP_CHUNK_ROWS - 1) / EP_CHUNK_ROWS;
+  wideCount stride = roundUp(s.maxRowBytes, 16) + roundUp(4 * K, 16), chunks = rows; /* a chunk has a row at least */
   assert_true(w.stageStride == stride);
   assert_true(w.chunks == chunks);
   assert_true(w.metaWords == 1 + K);
@@ -221,6 +220,17 @@ static void boundsHold(void **state) {
   }
 }
 
+/* Rows of a chunk: at least one, never more for longer rows, so that there are flags enough for any row size. */
+static void chunksFitTheirFlags(void **state) {
+  (void)state;
+  uint32_t before = UINT32_MAX;
+  for (uint32_t bytes = 16; bytes <= EP_MAX_ROW_BYTES; bytes += 16) {
+    uint32_t rows = epChunkRows(bytes);
+    assert_true(rows >= 1 && rows <= before);
+    before = rows;
+  }
+}
+
 /* The configuration's bytes are a cache key: no padding. The kernel's arguments fit a launch. */
 static void configurationHasNoPadding(void **state) {
   (void)state;
@@ -235,10 +245,15 @@ static void configurationHasNoPadding(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(sectionsAreDisjoint),  cmocka_unit_test(sizesAreMonotone),
-      cmocka_unit_test(offsetsAre64Bit),      cmocka_unit_test(stageRowsAreInjective),
-      cmocka_unit_test(regionsAreABijection), cmocka_unit_test(entriesRoundTrip),
-      cmocka_unit_test(boundsHold),           cmocka_unit_test(configurationHasNoPadding),
+      cmocka_unit_test(sectionsAreDisjoint),
+      cmocka_unit_test(sizesAreMonotone),
+      cmocka_unit_test(offsetsAre64Bit),
+      cmocka_unit_test(stageRowsAreInjective),
+      cmocka_unit_test(regionsAreABijection),
+      cmocka_unit_test(entriesRoundTrip),
+      cmocka_unit_test(boundsHold),
+      cmocka_unit_test(chunksFitTheirFlags),
+      cmocka_unit_test(configurationHasNoPadding),
   };
   return cmocka_run_group_tests_name("layout", tests, NULL, NULL);
 }
