@@ -255,6 +255,14 @@ template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, u
   if (p::tid() == 0) {
     epRecordHeader *h = (epRecordHeader *)(a.record + rl.header);
     ep_put_counter(a.recvTotal, a.recvTotalWide, 0, rows);
+    p::stg<uint32_t>(&h->magic, EP_RECORD_MAGIC); /* by which a record is known wherever its memory was moved */
+    p::stg<uint32_t>(&h->version, EP_RECORD_VERSION);
+    p::stg<uint32_t>(&h->ranks, c.ranks);
+    p::stg<uint32_t>(&h->experts, c.experts);
+    p::stg<uint32_t>(&h->topk, c.topk);
+    p::stg<uint32_t>(&h->maxTokens, a.group.maxTokens);
+    p::stg<uint32_t>(&h->rank, me);
+    p::stg<uint32_t>(&h->layout, c.layout);
     p::stg<uint32_t>(&h->tokens, a.tokens);
     p::stg<uint32_t>(&h->align, a.align);
     p::stg<uint32_t>(&h->generation, gen);
