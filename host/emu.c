@@ -1,6 +1,8 @@
 /* Finds and loads libnccl_ep_emu.so: $NCCL_EP_EMU_MODULE, else beside the file that holds this code, else in ../emu/ of it
  * (the build tree). */
-#define _GNU_SOURCE
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* dladdr */
+#endif
 #include "emu.h"
 
 #include <dlfcn.h>

@@ -10,9 +10,6 @@
 #define EP_PUSH_BLOCKS_DISPATCH 24u
 #define EP_PUSH_BLOCKS_COMBINE_FLAT 32u
 
-/* A warp moves a row at a time; 16 warps keep enough bulk copies in flight for HBM. More gain nothing, and a row of 14 KB
- * leaves room for 15. */
-#define EP_MOVE_WARPS 16u
 #define EP_UPDATE_THREADS 256u
 /* One token a warp in a block of 8 warps: more blocks than that would have nothing to do. */
 #define EP_UPDATE_TOKENS_A_BLOCK 8u
@@ -56,11 +53,13 @@ static unsigned epPushBlocks(int kernelId, uint32_t layout, unsigned blocks) {
 
 ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned sms, int kernelId, epConfig *config,
                           epGrid *grid) {
-  uint32_t smem = (uint32_t)topology->smemPerBlock, warps = topology->arch ? EP_MOVE_WARPS : EP_EMU_WARPS;
+  uint32_t smem = (uint32_t)topology->smemPerBlock, warps;
   config->bulk = topology->bulkCopies != 0;
-  for (config->threads = warps * 32; warps > 1 && epMoveSmem(config) > smem; warps--)
-    config->threads = (warps - 1) * 32;
-  if (epMoveSmem(config) > smem)
+  warps = epMoveWarps(config, smem);
+  if (!topology->arch && warps > EP_EMU_WARPS)
+    warps = EP_EMU_WARPS;
+  config->threads = (warps ? warps : 1) * 32;
+  if (!warps)
     return epFail(ncclInvalidArgument,
                   "%s: a row of %u bytes takes %u bytes of shared memory: a block of this device has %u", call,
                   config->rowBytes, epMoveSmem(config), smem);
