@@ -5,7 +5,7 @@
 #include "emu.h"
 #include "fail.h"
 
-#define EP_UNSUPPORTED(name)                                                                                           \
+#define EP_UNSUPPORTED(name) \
   return epFail(ncclInvalidUsage, "backend: %s is not supported by the backend of this communicator", name)
 
 static void noDestroy(epBackend *be) { (void)be; }
@@ -115,12 +115,10 @@ ncclResult_t epBackendOpen(ncclComm_t comm, const ncclEpAllocConfig_t *alloc, ep
                   "comm is NULL: expected a communicator (PyTorch's is NULL until its first collective, unless its "
                   "process group was made with a device id)");
   r = emu && emu->ownsComm(comm) ? emu->open(comm, &be) : epCudaBackendOpen(comm, alloc, &be);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   if (!epOpsComplete(be->ops)) {
     r = epFail(ncclInternalError, "the backend of this communicator has an incomplete table of operations");
-    if (be->ops && be->ops->destroy)
-      be->ops->destroy(be);
+    if (be->ops && be->ops->destroy) be->ops->destroy(be);
     return r;
   }
   *out = be;

@@ -1,6 +1,6 @@
-/* The one table through which the host runtime reaches a machine. CUDA + NCCL fill it (host/cuda_backend.c), the emulator
- * fills it (emu/, through the module's entry point); every slot is always callable: backendUnsupported*() answers for
- * what a backend does not have, so callers never test for NULL.
+/* The one table through which the host runtime reaches a machine. CUDA + NCCL fill it (host/cuda_backend.c), the
+ * emulator fills it (emu/, through the module's entry point); every slot is always callable: backendUnsupported*()
+ * answers for what a backend does not have, so callers never test for NULL.
  *
  * Every function returns ncclSuccess or an error for which it has already set the thread's last error (epFail). All
  * pointers named `dev` are device addresses; `stream` is the caller's cudaStream_t. */
@@ -25,8 +25,8 @@ typedef struct epTopology {
   int device;                      /* CUDA ordinal; -1 on the emulated fabric */
   int arch;                        /* 10 * major + minor, for example 90; 0 on the emulated fabric */
   int numSms;
-  int smemPerBlock;                /* largest dynamic shared memory of a block, bytes */
-  int bulkCopies;                  /* kernels may use bulk copies (SM90 and up; the emulator's) */
+  int smemPerBlock; /* largest dynamic shared memory of a block, bytes */
+  int bulkCopies;   /* kernels may use bulk copies (SM90 and up; the emulator's) */
 } epTopology;
 
 typedef struct epLaunch {
@@ -57,8 +57,8 @@ typedef struct epBackendOps {
   ncclResult_t (*kernel)(epBackend *be, int kernelId, const epConfig *config, epKernel **out);
   ncclResult_t (*launch)(epBackend *be, epKernel *kernel, const epLaunch *launch, cudaStream_t stream);
   ncclResult_t (*memset)(epBackend *be, void *dev, int value, size_t bytes, cudaStream_t stream);
-  ncclResult_t (*copyToDevice)(epBackend *be, void *dev, const void *host, size_t bytes);  /* synchronous */
-  ncclResult_t (*copyToHost)(epBackend *be, void *host, const void *dev, size_t bytes);    /* synchronous */
+  ncclResult_t (*copyToDevice)(epBackend *be, void *dev, const void *host, size_t bytes); /* synchronous */
+  ncclResult_t (*copyToHost)(epBackend *be, void *host, const void *dev, size_t bytes);   /* synchronous */
   ncclResult_t (*synchronize)(epBackend *be, cudaStream_t stream);
   ncclResult_t (*isCapturing)(epBackend *be, cudaStream_t stream, int *capturing);
   /* True when `dev` is memory that kernels of this rank can address (best effort; unknown answers 1). */

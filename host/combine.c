@@ -9,9 +9,15 @@ static const char call[] = "ncclEpCombine";
 
 ncclResult_t epCombineType(const char *name, ncclDataType_t type, uint32_t *dtype) {
   switch (type) {
-  case ncclBfloat16: *dtype = EP_DTYPE_BF16; return ncclSuccess;
-  case ncclFloat16: *dtype = EP_DTYPE_F16; return ncclSuccess;
-  case ncclFloat32: *dtype = EP_DTYPE_F32; return ncclSuccess;
+  case ncclBfloat16:
+    *dtype = EP_DTYPE_BF16;
+    return ncclSuccess;
+  case ncclFloat16:
+    *dtype = EP_DTYPE_F16;
+    return ncclSuccess;
+  case ncclFloat32:
+    *dtype = EP_DTYPE_F32;
+    return ncclSuccess;
   default:
     return epFail(ncclInvalidArgument, "%s: expert outputs are %s: expected bfloat16, float16 or float32", name,
                   epTypeName(type));
@@ -22,8 +28,7 @@ static ncclResult_t epCombineConfigCheck(const ncclEpCombineConfig_t *c) {
   if (c->pass_direction != NCCL_EP_FWD_PASS && c->pass_direction != NCCL_EP_BWD_PASS)
     return epFail(ncclInvalidArgument, "%s: pass_direction is %d: expected an ncclEpPassDir_t", call,
                   (int)c->pass_direction);
-  if (c->send_only)
-    return epFail(ncclInvalidUsage, "%s: send_only is not supported yet: expected 0", call);
+  if (c->send_only) return epFail(ncclInvalidUsage, "%s: send_only is not supported yet: expected 0", call);
   if (c->quant_recipe != NCCL_EP_COMB_QUANT_NONE)
     return epFail(c->quant_recipe == NCCL_EP_COMB_QUANT_NVFP4 ? ncclInvalidUsage : ncclInvalidArgument,
                   "%s: quant_recipe %d is not supported yet: expected NCCL_EP_COMB_QUANT_NONE", call,
@@ -38,35 +43,25 @@ static ncclResult_t epCombineInputs(const struct ncclEpHandle *h, const ncclEpCo
   int flat = h->layout == NCCL_EP_LAYOUT_FLAT;
   void *dev = NULL;
   ncclResult_t r = epTensorCheck(tokens, in->tokens, 2);
-  if (r == ncclSuccess)
-    r = epCombineType(call, in->tokens->datatype, dtype);
-  if (r == ncclSuccess)
-    r = epRowBytes(call, g, "inputs.tokens", in->tokens->sizes[1], in->tokens->datatype, rowBytes);
+  if (r == ncclSuccess) r = epCombineType(call, in->tokens->datatype, dtype);
+  if (r == ncclSuccess) r = epRowBytes(call, g, "inputs.tokens", in->tokens->sizes[1], in->tokens->datatype, rowBytes);
   if (r == ncclSuccess && (in->tokens->sizes[0] < g->budget || in->tokens->sizes[0] > UINT32_MAX))
     r = epFail(ncclInvalidArgument,
                "%s: inputs.tokens.sizes[0] is %zu: expected at least max_recv_tokens_per_rank, %u, and less than 2^32",
                call, in->tokens->sizes[0], g->budget);
-  if (r == ncclSuccess)
-    r = epTensorAddress(tokens, g->be, in->tokens, EP_ROW_ALIGN, &dev);
+  if (r == ncclSuccess) r = epTensorAddress(tokens, g->be, in->tokens, EP_ROW_ALIGN, &dev);
   if (r == ncclSuccess && in->scales)
     r = epFail(ncclInvalidUsage, "%s: inputs.scales is given: not supported yet", call);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   a->tokens = dev;
   a->capacity = (uint32_t)in->tokens->sizes[0];
-  if (!backward)
-    return epTensorAbsent(weights, in->topk_weights, "the forward pass returns tokens only");
+  if (!backward) return epTensorAbsent(weights, in->topk_weights, "the forward pass returns tokens only");
   r = epTensorCheck(weights, in->topk_weights, flat ? 2 : 1);
-  if (r == ncclSuccess)
-    r = epTensorType(weights, in->topk_weights, ncclFloat32);
-  if (r == ncclSuccess)
-    r = epTensorExtent(weights, in->topk_weights, 0, a->capacity, "rows of inputs.tokens");
-  if (r == ncclSuccess && flat)
-    r = epTensorExtent(weights, in->topk_weights, 1, h->topk, "top-k of the routing");
-  if (r == ncclSuccess)
-    r = epTensorAddress(weights, g->be, in->topk_weights, sizeof(float), &dev);
-  if (r == ncclSuccess)
-    a->weights = dev;
+  if (r == ncclSuccess) r = epTensorType(weights, in->topk_weights, ncclFloat32);
+  if (r == ncclSuccess) r = epTensorExtent(weights, in->topk_weights, 0, a->capacity, "rows of inputs.tokens");
+  if (r == ncclSuccess && flat) r = epTensorExtent(weights, in->topk_weights, 1, h->topk, "top-k of the routing");
+  if (r == ncclSuccess) r = epTensorAddress(weights, g->be, in->topk_weights, sizeof(float), &dev);
+  if (r == ncclSuccess) a->weights = dev;
   return r;
 }
 
@@ -76,34 +71,24 @@ static ncclResult_t epCombineOutputs(const struct ncclEpHandle *h, const ncclEpC
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
   ncclResult_t r = epTensorCheck(tokens, out->tokens, 2);
-  if (r == ncclSuccess)
-    r = epTensorType(tokens, out->tokens, in->tokens->datatype);
-  if (r == ncclSuccess)
-    r = epTensorExtent(tokens, out->tokens, 1, in->tokens->sizes[1], "hidden of inputs.tokens");
+  if (r == ncclSuccess) r = epTensorType(tokens, out->tokens, in->tokens->datatype);
+  if (r == ncclSuccess) r = epTensorExtent(tokens, out->tokens, 1, in->tokens->sizes[1], "hidden of inputs.tokens");
   if (r == ncclSuccess && h->updated)
     r = epTensorExtent(tokens, out->tokens, 0, h->tokens, "tokens of the handle's last update");
   if (r == ncclSuccess && out->tokens->sizes[0] > g->shape.maxTokens)
     r = epFail(ncclInvalidArgument, "%s: outputs.tokens.sizes[0] is %zu: expected at most %u", call,
                out->tokens->sizes[0], g->shape.maxTokens);
-  if (r == ncclSuccess)
-    r = epTensorAddress(tokens, g->be, out->tokens, EP_ROW_ALIGN, &dev);
-  if (r != ncclSuccess)
-    return r;
+  if (r == ncclSuccess) r = epTensorAddress(tokens, g->be, out->tokens, EP_ROW_ALIGN, &dev);
+  if (r != ncclSuccess) return r;
   a->outTokens = dev;
   a->numTokens = (uint32_t)out->tokens->sizes[0];
-  if (!backward)
-    return epTensorAbsent(weights, out->topk_weights, "the forward pass returns tokens only");
+  if (!backward) return epTensorAbsent(weights, out->topk_weights, "the forward pass returns tokens only");
   r = epTensorCheck(weights, out->topk_weights, 2);
-  if (r == ncclSuccess)
-    r = epTensorType(weights, out->topk_weights, ncclFloat32);
-  if (r == ncclSuccess)
-    r = epTensorExtent(weights, out->topk_weights, 0, a->numTokens, "tokens");
-  if (r == ncclSuccess)
-    r = epTensorExtent(weights, out->topk_weights, 1, h->topk, "top-k of the routing");
-  if (r == ncclSuccess)
-    r = epTensorAddress(weights, g->be, out->topk_weights, sizeof(float), &dev);
-  if (r == ncclSuccess)
-    a->outWeights = dev;
+  if (r == ncclSuccess) r = epTensorType(weights, out->topk_weights, ncclFloat32);
+  if (r == ncclSuccess) r = epTensorExtent(weights, out->topk_weights, 0, a->numTokens, "tokens");
+  if (r == ncclSuccess) r = epTensorExtent(weights, out->topk_weights, 1, h->topk, "top-k of the routing");
+  if (r == ncclSuccess) r = epTensorAddress(weights, g->be, out->topk_weights, sizeof(float), &dev);
+  if (r == ncclSuccess) a->outWeights = dev;
   return r;
 }
 
@@ -118,27 +103,19 @@ ncclResult_t epCombine(ncclEpHandle_t h, const ncclEpCombineInputs_t *in, const 
   epKernel *kernel;
   epLaunch launch;
   ncclResult_t r = epHandleFind(call, h);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   g = h->group;
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
-  if (r == ncclSuccess)
-    r = epCombineConfigCheck(config);
-  if (r == ncclSuccess)
-    r = epHandleRouted(call, h, stream);
-  if (r == ncclSuccess)
-    r = epCombineInputs(h, in, backward, &rowBytes, &dtype, &a);
-  if (r == ncclSuccess)
-    r = epCombineOutputs(h, in, out, backward, &a);
-  if (r != ncclSuccess)
-    return r;
+  if (r == ncclSuccess) r = epCombineConfigCheck(config);
+  if (r == ncclSuccess) r = epHandleRouted(call, h, stream);
+  if (r == ncclSuccess) r = epCombineInputs(h, in, backward, &rowBytes, &dtype, &a);
+  if (r == ncclSuccess) r = epCombineOutputs(h, in, out, backward, &a);
+  if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(h->layout), h->topk, rowBytes, dtype, backward);
   r = epPolicyMove(call, &g->topology, g->sms, EP_KERNEL_COMBINE, &kc, &grid);
-  if (r == ncclSuccess)
-    r = epKernelGet(call, g, EP_KERNEL_COMBINE, &kc, stream, &kernel);
-  if (r != ncclSuccess)
-    return r;
+  if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_COMBINE, &kc, stream, &kernel);
+  if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);
   a.recordLayout = epHandleRecordLayout(h);
   a.record = h->record;

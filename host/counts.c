@@ -14,8 +14,7 @@ static ncclResult_t epCountsGrow(struct ncclEpGroup *g) {
   epCountsChunk *chunk = calloc(1, sizeof *chunk);
   void *host = NULL, *dev = NULL;
   ncclResult_t r;
-  if (!chunk)
-    return epFail(ncclSystemError, "host counts: out of host memory");
+  if (!chunk) return epFail(ncclSystemError, "host counts: out of host memory");
   r = g->be->ops->allocMapped(g->be, &host, &dev, EP_COUNTS_SLOTS * epCountsBytes(g));
   if (r != ncclSuccess) {
     free(chunk);
@@ -49,8 +48,7 @@ ncclResult_t epCountsTake(struct ncclEpGroup *g, struct ncclEpHandle *h, int may
     r = epCountsGrow(g);
   } else if (!epCountsTakeFree(g, h) && mayAllocate) {
     r = epCountsGrow(g);
-    if (r == ncclSuccess)
-      epCountsTakeFree(g, h);
+    if (r == ncclSuccess) epCountsTakeFree(g, h);
   }
   pthread_mutex_unlock(&g->lock);
   return r;
@@ -60,8 +58,7 @@ void epCountsGive(struct ncclEpGroup *g, struct ncclEpHandle *h) {
   pthread_mutex_lock(&g->lock);
   for (epCountsChunk *chunk = g->counts; chunk; chunk = chunk->next)
     for (uint32_t i = 0; i < EP_COUNTS_SLOTS; i++)
-      if (chunk->users[i] == h)
-        chunk->users[i] = NULL;
+      if (chunk->users[i] == h) chunk->users[i] = NULL;
   h->counts = NULL;
   h->countsDev = NULL;
   pthread_mutex_unlock(&g->lock);
@@ -99,20 +96,16 @@ ncclResult_t epUpdateWait(const char *call, struct ncclEpHandle *h) {
   uint64_t now, deadline;
   ncclResult_t r;
   /* An update inside a graph runs when the graph does; who replays it waits for it. */
-  if (!h->updated || h->captured)
-    return ncclSuccess;
+  if (!h->updated || h->captured) return ncclSuccess;
   r = epRefuseCapture(call, g, h->stream, "the host cannot wait for it then");
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   /* Without a slot, or when graphs have moved the generation beyond what the host counted, only the stream tells. */
-  if (!h->counts || g->updatesCaptured)
-    return ops->synchronize(g->be, h->stream);
+  if (!h->counts || g->updatesCaptured) return ops->synchronize(g->be, h->stream);
   now = epNow();
   deadline = g->config.timeout_ns < UINT64_MAX - now ? now + g->config.timeout_ns : UINT64_MAX;
   while (!epCountsKnown(h)) {
     r = epGroupUsable(call, g);
-    if (r != ncclSuccess)
-      return r;
+    if (r != ncclSuccess) return r;
     if (epNow() > deadline)
       return epFail(ncclSystemError, "%s: the handle's update has not run within the group's timeout of %llu ms", call,
                     (unsigned long long)(g->config.timeout_ns / 1000000));
@@ -126,12 +119,9 @@ static void epCountsCopy(const struct ncclEpGroup *g, const epHostCounts *from, 
   uint32_t ranks = g->shape.ranks, locals = epLocals(g);
   to->total = from->total;
   to->total_padded = from->totalPadded;
-  if (to->per_source)
-    memcpy(to->per_source, values, ranks * sizeof *values);
-  if (to->per_expert)
-    memcpy(to->per_expert, values + ranks, locals * sizeof *values);
-  if (to->per_expert_padded)
-    memcpy(to->per_expert_padded, values + ranks + locals, locals * sizeof *values);
+  if (to->per_source) memcpy(to->per_source, values, ranks * sizeof *values);
+  if (to->per_expert) memcpy(to->per_expert, values + ranks, locals * sizeof *values);
+  if (to->per_expert_padded) memcpy(to->per_expert_padded, values + ranks + locals, locals * sizeof *values);
 }
 
 /* The same from the record: for handles without a slot, and records that another handle wrote. */
@@ -143,18 +133,13 @@ static ncclResult_t epCountsFromRecord(struct ncclEpHandle *h, epHostCounts *out
   int flat = h->layout == NCCL_EP_LAYOUT_FLAT;
   ncclResult_t r;
   zones = calloc(locals + 1, sizeof *zones);
-  if (!zones)
-    return epFail(ncclSystemError, "ncclEpGetHostCounts: out of host memory");
+  if (!zones) return epFail(ncclSystemError, "ncclEpGetHostCounts: out of host memory");
   r = ops->copyToHost(g->be, values, h->record + l.recvCount, ranks * sizeof *values);
-  if (r == ncclSuccess)
-    r = ops->copyToHost(g->be, values + ranks, h->record + l.zoneCount, locals * sizeof *values);
-  if (r == ncclSuccess)
-    r = ops->copyToHost(g->be, zones, h->record + l.zoneBase, (locals + 1) * sizeof *zones);
+  if (r == ncclSuccess) r = ops->copyToHost(g->be, values + ranks, h->record + l.zoneCount, locals * sizeof *values);
+  if (r == ncclSuccess) r = ops->copyToHost(g->be, zones, h->record + l.zoneBase, (locals + 1) * sizeof *zones);
   out->total = 0;
-  for (uint32_t e = 0; e < locals; e++)
-    values[ranks + locals + e] = zones[e + 1] - zones[e];
-  for (uint32_t i = 0; i < (flat ? ranks : locals); i++)
-    out->total += values[flat ? i : ranks + i];
+  for (uint32_t e = 0; e < locals; e++) values[ranks + locals + e] = zones[e + 1] - zones[e];
+  for (uint32_t i = 0; i < (flat ? ranks : locals); i++) out->total += values[flat ? i : ranks + i];
   out->totalPadded = flat ? out->total : zones[locals];
   free(zones);
   return r;
@@ -164,12 +149,9 @@ ncclResult_t epHostCountsGet(ncclEpHandle_t h, ncclEpHostCounts_t *counts) {
   static const char call[] = "ncclEpGetHostCounts";
   epHostCounts *copy;
   ncclResult_t r = epHandleFind(call, h);
-  if (r == ncclSuccess)
-    r = epUpdateWait(call, h);
-  if (r == ncclSuccess && !h->updated)
-    r = epHandleRouted(call, h, NULL);
-  if (r != ncclSuccess)
-    return r;
+  if (r == ncclSuccess) r = epUpdateWait(call, h);
+  if (r == ncclSuccess && !h->updated) r = epHandleRouted(call, h, NULL);
+  if (r != ncclSuccess) return r;
   if (h->updated && h->counts) {
     if (!__atomic_load_n(&h->counts->generation, __ATOMIC_ACQUIRE))
       return epFail(ncclInvalidUsage, "%s: no update of this handle has run yet", call);
@@ -177,11 +159,9 @@ ncclResult_t epHostCountsGet(ncclEpHandle_t h, ncclEpHostCounts_t *counts) {
     return ncclSuccess;
   }
   copy = calloc(1, epCountsBytes(h->group));
-  if (!copy)
-    return epFail(ncclSystemError, "%s: out of host memory", call);
+  if (!copy) return epFail(ncclSystemError, "%s: out of host memory", call);
   r = epCountsFromRecord(h, copy);
-  if (r == ncclSuccess)
-    epCountsCopy(h->group, copy, counts);
+  if (r == ncclSuccess) epCountsCopy(h->group, copy, counts);
   free(copy);
   return r;
 }

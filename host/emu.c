@@ -1,5 +1,5 @@
-/* Finds and loads libnccl_ep_emu.so: $NCCL_EP_EMU_MODULE, else beside the file that holds this code, else in ../emu/ of it
- * (the build tree). */
+/* Finds and loads libnccl_ep_emu.so: $NCCL_EP_EMU_MODULE, else beside the file that holds this code, else in ../emu/ of
+ * it (the build tree). */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* dladdr */
 #endif
@@ -50,11 +50,9 @@ static ncclResult_t epEmuOpen(const epEmuModule **module) {
   epEmuModuleFn entry;
   const epEmuModule *m;
   ncclResult_t r = epEmuPath(path, sizeof path);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   lib = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (!lib)
-    return epFail(ncclSystemError, "emulated fabric: %s", dlerror());
+  if (!lib) return epFail(ncclSystemError, "emulated fabric: %s", dlerror());
   *(void **)&entry = dlsym(lib, EP_EMU_MODULE_SYMBOL);
   if (!entry) {
     r = epFail(ncclSystemError, "emulated fabric: %s has no %s", path, EP_EMU_MODULE_SYMBOL);
@@ -84,12 +82,10 @@ ncclResult_t epEmuLoad(const epEmuModule **module) {
     m = epEmuLoaded();
     if (!m) {
       r = epEmuOpen(&m);
-      if (r == ncclSuccess)
-        __atomic_store_n(&epEmu, m, __ATOMIC_RELEASE);
+      if (r == ncclSuccess) __atomic_store_n(&epEmu, m, __ATOMIC_RELEASE);
     }
     pthread_mutex_unlock(&epEmuLock);
   }
-  if (r == ncclSuccess)
-    *module = m;
+  if (r == ncclSuccess) *module = m;
   return r;
 }

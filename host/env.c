@@ -23,8 +23,7 @@ const char *epEnvName(epEnvId id) { return epEnvTable[id].name; }
 
 const char *epEnvString(epEnvId id) {
   const char *text = getenv(epEnvTable[id].name);
-  if (text)
-    return text;
+  if (text) return text;
   return epEnvTable[id].fallback[0] ? epEnvTable[id].fallback : NULL;
 }
 
@@ -32,8 +31,7 @@ int epEnvNumber(epEnvId id, uint64_t lowest, uint64_t highest, uint64_t *value) 
   const char *text = epEnvString(id);
   char *end;
   unsigned long long number;
-  if (!text || !text[0])
-    return 0;
+  if (!text || !text[0]) return 0;
   errno = 0;
   number = strtoull(text, &end, 10);
   if (errno || *end || strchr(text, '-') || number < lowest || number > highest) {

@@ -1,5 +1,6 @@
-/* The environment: one table of names, kinds, defaults and texts, from which values are read and help is printed. Values
- * are read when they are needed (a group's when it is made), never at load, so that nccl.conf has been applied. */
+/* The environment: one table of names, kinds, defaults and texts, from which values are read and help is printed.
+ * Values are read when they are needed (a group's when it is made), never at load, so that nccl.conf has been applied.
+ */
 #ifndef EP_HOST_ENV_H_
 #define EP_HOST_ENV_H_
 
@@ -7,15 +8,15 @@
 #include <stdio.h>
 
 /* id, name, kind, default as text, what it does. Numbers are decimal; an empty default means "not set". */
-#define EP_ENV_TABLE(X)                                                                                                \
-  X(DEBUG, "NCCL_EP_DEBUG", STRING, "WARN", "log level: NONE, WARN, INFO, TRACE; NCCL_DEBUG where unset")              \
-  X(TIMEOUT_MS, "NCCL_EP_TIMEOUT_MS", NUMBER, "", "timeout of a wait inside a kernel; overrides the configuration")    \
-  X(NUM_SMS, "NCCL_EP_NUM_SMS", NUMBER, "", "thread blocks of a kernel at most; overrides max_num_sms")                \
-  X(EMU_MODULE, "NCCL_EP_EMU_MODULE", STRING, "", "path of libnccl_ep_emu.so; else beside the library or in ../emu")   \
-  X(NVRTC, "NCCL_EP_NVRTC", STRING, "", "path of libnvrtc, where the loader does not find it")                         \
-  X(JIT_CACHE_DIR, "NCCL_EP_JIT_CACHE_DIR", STRING, "", "kernel cache (default ~/.cache/nccl_ep); set empty: none")    \
-  X(JIT_DUMP, "NCCL_EP_JIT_DUMP", STRING, "", "folder that receives source, PTX and machine code of kernels")          \
-  X(JIT_LINEINFO, "NCCL_EP_JIT_LINEINFO", NUMBER, "0", "1: line information in kernels")                               \
+#define EP_ENV_TABLE(X)                                                                                              \
+  X(DEBUG, "NCCL_EP_DEBUG", STRING, "WARN", "log level: NONE, WARN, INFO, TRACE; NCCL_DEBUG where unset")            \
+  X(TIMEOUT_MS, "NCCL_EP_TIMEOUT_MS", NUMBER, "", "timeout of a wait inside a kernel; overrides the configuration")  \
+  X(NUM_SMS, "NCCL_EP_NUM_SMS", NUMBER, "", "thread blocks of a kernel at most; overrides max_num_sms")              \
+  X(EMU_MODULE, "NCCL_EP_EMU_MODULE", STRING, "", "path of libnccl_ep_emu.so; else beside the library or in ../emu") \
+  X(NVRTC, "NCCL_EP_NVRTC", STRING, "", "path of libnvrtc, where the loader does not find it")                       \
+  X(JIT_CACHE_DIR, "NCCL_EP_JIT_CACHE_DIR", STRING, "", "kernel cache (default ~/.cache/nccl_ep); set empty: none")  \
+  X(JIT_DUMP, "NCCL_EP_JIT_DUMP", STRING, "", "folder that receives source, PTX and machine code of kernels")        \
+  X(JIT_LINEINFO, "NCCL_EP_JIT_LINEINFO", NUMBER, "0", "1: line information in kernels")                             \
   X(JIT_VERBOSE, "NCCL_EP_JIT_VERBOSE", NUMBER, "0", "1: a log line for each compilation and cache hit")
 
 typedef enum {

@@ -1,4 +1,5 @@
-/* What kernels reported, in words. The record is host memory that kernels write: read with acquire, never waited for. */
+/* What kernels reported, in words. The record is host memory that kernels write: read with acquire, never waited for.
+ */
 #include <stdio.h>
 #include <string.h>
 
@@ -11,15 +12,24 @@ static uint32_t epShared(const uint32_t *word) { return __atomic_load_n(word, __
 
 static const char *epPhaseName(uint32_t phase) {
   switch (phase) {
-  case EP_PHASE_UPDATE_COUNTS: return "update: counts";
-  case EP_PHASE_UPDATE_META: return "update: routing rows";
-  case EP_PHASE_UPDATE_REPLY: return "update: places";
-  case EP_PHASE_GRID: return "own blocks";
-  case EP_PHASE_DISPATCH_CREDIT: return "dispatch: staging to be free";
-  case EP_PHASE_DISPATCH_ROWS: return "dispatch: rows";
-  case EP_PHASE_COMBINE_CREDIT: return "combine: staging to be free";
-  case EP_PHASE_COMBINE_ROWS: return "combine: rows";
-  default: return "unknown phase";
+  case EP_PHASE_UPDATE_COUNTS:
+    return "update: counts";
+  case EP_PHASE_UPDATE_META:
+    return "update: routing rows";
+  case EP_PHASE_UPDATE_REPLY:
+    return "update: places";
+  case EP_PHASE_GRID:
+    return "own blocks";
+  case EP_PHASE_DISPATCH_CREDIT:
+    return "dispatch: staging to be free";
+  case EP_PHASE_DISPATCH_ROWS:
+    return "dispatch: rows";
+  case EP_PHASE_COMBINE_CREDIT:
+    return "combine: staging to be free";
+  case EP_PHASE_COMBINE_ROWS:
+    return "combine: rows";
+  default:
+    return "unknown phase";
   }
 }
 

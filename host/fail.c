@@ -20,14 +20,11 @@ static pthread_once_t epLevelOnce = PTHREAD_ONCE_INIT;
 static void epReadLevel(void) {
   static const char *const names[] = {"NONE", "WARN", "INFO", "TRACE"};
   const char *text = getenv(epEnvName(EP_ENV_DEBUG));
-  if (!text)
-    text = getenv("NCCL_DEBUG");
-  if (!text)
-    text = epEnvString(EP_ENV_DEBUG);
+  if (!text) text = getenv("NCCL_DEBUG");
+  if (!text) text = epEnvString(EP_ENV_DEBUG);
   epLevel = EP_LOG_WARN; /* also for NCCL's levels that are not ours */
   for (int i = 0; text && i < (int)(sizeof names / sizeof names[0]); i++)
-    if (strcasecmp(text, names[i]) == 0)
-      epLevel = (epLogLevel)i;
+    if (strcasecmp(text, names[i]) == 0) epLevel = (epLogLevel)i;
 }
 
 static void epWriteLine(epLogLevel level, const char *line) {
@@ -39,8 +36,7 @@ void epLog(epLogLevel level, const char *format, ...) {
   char line[EP_LINE_BYTES];
   va_list args;
   pthread_once(&epLevelOnce, epReadLevel);
-  if (level > epLevel || level == EP_LOG_NONE)
-    return;
+  if (level > epLevel || level == EP_LOG_NONE) return;
   va_start(args, format);
   vsnprintf(line, sizeof line, format, args);
   va_end(args);

@@ -11,8 +11,8 @@
 #define EP_PRINTF(fmt, args)
 #endif
 
-/* Returns `code`, so that callers can write `return epFail(ncclInvalidArgument, "...")`. One line, no newline, that names
- * the argument, the value and what was expected. */
+/* Returns `code`, so that callers can write `return epFail(ncclInvalidArgument, "...")`. One line, no newline, that
+ * names the argument, the value and what was expected. */
 ncclResult_t epFail(ncclResult_t code, const char *format, ...) EP_PRINTF(2, 3);
 
 typedef enum { EP_LOG_NONE = 0, EP_LOG_WARN, EP_LOG_INFO, EP_LOG_TRACE } epLogLevel;

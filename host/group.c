@@ -8,10 +8,10 @@
 #include "object.h"
 
 ncclResult_t epGroupFind(const char *call, ncclEpGroup_t group) {
-  if (group && epObjectExists(group, EP_OBJECT_GROUP))
-    return ncclSuccess;
-  return epFail(ncclInvalidArgument, "%s: ep_group %p is not a group: expected one of ncclEpCreateGroup that is not "
-                                     "destroyed",
+  if (group && epObjectExists(group, EP_OBJECT_GROUP)) return ncclSuccess;
+  return epFail(ncclInvalidArgument,
+                "%s: ep_group %p is not a group: expected one of ncclEpCreateGroup that is not "
+                "destroyed",
                 call, (void *)group);
 }
 
@@ -39,19 +39,14 @@ static ncclResult_t epGroupAllocate(struct ncclEpGroup *g) {
   const epBackendOps *ops = g->be->ops;
   void *host = NULL, *dev = NULL;
   ncclResult_t r = ops->allocMapped(g->be, &host, &dev, sizeof *g->shared);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   g->shared = host;
   g->sharedDev = dev;
   r = ops->alloc(g->be, &g->scratch, g->scratchLayout.bytes);
-  if (r == ncclSuccess)
-    r = ops->alloc(g->be, &g->windowTable, g->shape.ranks * sizeof(void *));
-  if (r == ncclSuccess)
-    r = ops->memset(g->be, g->scratch, 0, g->scratchLayout.bytes, NULL);
-  if (r == ncclSuccess)
-    r = ops->synchronize(g->be, NULL);
-  if (r == ncclSuccess)
-    r = epCountsTake(g, NULL, 1); /* the first chunk */
+  if (r == ncclSuccess) r = ops->alloc(g->be, &g->windowTable, g->shape.ranks * sizeof(void *));
+  if (r == ncclSuccess) r = ops->memset(g->be, g->scratch, 0, g->scratchLayout.bytes, NULL);
+  if (r == ncclSuccess) r = ops->synchronize(g->be, NULL);
+  if (r == ncclSuccess) r = epCountsTake(g, NULL, 1); /* the first chunk */
   return r;
 }
 
@@ -92,8 +87,7 @@ static ncclResult_t epGroupRelease(struct ncclEpGroup *g) {
 static ncclResult_t epGroupAgree(struct ncclEpGroup *g, ncclResult_t status) {
   epGroupWire mine = epGroupWireOf(&g->config, &g->shape, status), *all = calloc(g->shape.ranks, sizeof *all);
   ncclResult_t r;
-  if (!all)
-    return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+  if (!all) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
   r = g->be->ops->allGather(g->be, &mine, all, sizeof mine);
   if (r == ncclSuccess && status != ncclSuccess)
     r = status; /* its own line is already the better one */
@@ -106,15 +100,13 @@ static ncclResult_t epGroupAgree(struct ncclEpGroup *g, ncclResult_t status) {
 static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
   void **peers = calloc(g->shape.ranks, sizeof *peers);
   ncclResult_t r;
-  if (!peers)
-    return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+  if (!peers) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
   r = g->be->ops->windowCreate(g->be, g->windowLayout.bytes, &g->window, peers);
   for (uint32_t i = 0; r == ncclSuccess && i < g->shape.ranks; i++)
     if (!peers[i])
       r = epFail(ncclInternalError, "ncclEpCreateGroup: the window of rank %u is not reachable from rank %d", i,
                  g->topology.rank);
-  if (r == ncclSuccess)
-    r = g->be->ops->copyToDevice(g->be, g->windowTable, peers, g->shape.ranks * sizeof *peers);
+  if (r == ncclSuccess) r = g->be->ops->copyToDevice(g->be, g->windowTable, peers, g->shape.ranks * sizeof *peers);
   free(peers);
   return r;
 }
@@ -122,11 +114,9 @@ static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
 ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config) {
   struct ncclEpGroup *g;
   ncclResult_t r;
-  if (!out)
-    return epFail(ncclInvalidArgument, "ncclEpCreateGroup: ep_group is NULL");
+  if (!out) return epFail(ncclInvalidArgument, "ncclEpCreateGroup: ep_group is NULL");
   g = calloc(1, sizeof *g);
-  if (!g)
-    return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+  if (!g) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
   r = epBackendOpen(comm, &config->alloc, &g->be);
   if (r != ncclSuccess) {
     free(g);
@@ -134,21 +124,16 @@ ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGrou
   }
   pthread_mutex_init(&g->lock, NULL);
   r = g->be->ops->topology(g->be, &g->topology);
-  if (r == ncclSuccess)
-    r = epGroupConfigCheck(config, &g->topology, &g->config, &g->shape);
-  if (r == ncclSuccess)
-    r = epRefuseCapture("ncclEpCreateGroup", g, NULL, "a group cannot be made then");
-  if (r != ncclSuccess)
-    goto release;
+  if (r == ncclSuccess) r = epGroupConfigCheck(config, &g->topology, &g->config, &g->shape);
+  if (r == ncclSuccess) r = epRefuseCapture("ncclEpCreateGroup", g, NULL, "a group cannot be made then");
+  if (r != ncclSuccess) goto release;
   g->windowLayout = epWindowLayoutOf(g->shape);
   g->scratchLayout = epScratchLayoutOf(g->shape.ranks, g->shape.experts);
   g->sms = epPolicySms(&g->topology, g->config.max_num_sms);
   g->budget = g->config.max_recv_tokens_per_rank;
   r = epGroupAgree(g, epGroupAllocate(g));
-  if (r == ncclSuccess)
-    r = epGroupWindow(g);
-  if (r != ncclSuccess)
-    goto release;
+  if (r == ncclSuccess) r = epGroupWindow(g);
+  if (r != ncclSuccess) goto release;
   if (!epObjectAdd(g, EP_OBJECT_GROUP)) {
     r = epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
     goto release;
@@ -169,11 +154,9 @@ release:
 ncclResult_t epGroupDestroy(ncclEpGroup_t g) {
   ncclResult_t r = ncclSuccess, released;
   uint32_t mine = 0, *all = NULL;
-  if (!g)
-    return ncclSuccess;
+  if (!g) return ncclSuccess;
   r = epGroupFind("ncclEpGroupDestroy", g);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   epObjectRemove(g, EP_OBJECT_GROUP);
   /* Peers store into this rank's window: it must outlive the last of their operations. With a rank that no longer
    * answers there is nothing to wait for. */

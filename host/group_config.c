@@ -10,8 +10,7 @@ static const char call[] = "ncclEpCreateGroup";
 static ncclResult_t epGroupConfigSupported(const ncclEpGroupConfig_t *c) {
   if (c->algorithm == NCCL_EP_ALGO_LOW_LATENCY)
     return epFail(ncclInvalidUsage, "%s: algorithm NCCL_EP_ALGO_LOW_LATENCY is not supported yet", call);
-  if (c->enable_mask)
-    return epFail(ncclInvalidUsage, "%s: enable_mask is not supported yet: expected 0", call);
+  if (c->enable_mask) return epFail(ncclInvalidUsage, "%s: enable_mask is not supported yet: expected 0", call);
   if (c->zero_copy == NCCL_EP_ZERO_COPY_ON)
     return epFail(ncclInvalidUsage, "%s: zero_copy NCCL_EP_ZERO_COPY_ON is not supported yet: expected AUTO or OFF",
                   call);
@@ -48,16 +47,13 @@ static ncclResult_t epGroupConfigValues(const ncclEpGroupConfig_t *c) {
 
 ncclResult_t epGroupConfigCheck(const ncclEpGroupConfig_t *given, const epTopology *topology,
                                 ncclEpGroupConfig_t *resolved, epShape *shape) {
-  epSizeRequest request = {(uint32_t)topology->ranks, given->num_experts, given->num_topk,
+  epSizeRequest request = {(uint32_t)topology->ranks,           given->num_experts,     given->num_topk,
                            given->max_dispatch_tokens_per_rank, given->max_token_bytes, 1};
   uint64_t number;
   ncclResult_t r = epGroupConfigValues(given);
-  if (r == ncclSuccess)
-    r = epGroupConfigSupported(given);
-  if (r == ncclSuccess)
-    r = epShapeOf(call, &request, shape);
-  if (r != ncclSuccess)
-    return r;
+  if (r == ncclSuccess) r = epGroupConfigSupported(given);
+  if (r == ncclSuccess) r = epShapeOf(call, &request, shape);
+  if (r != ncclSuccess) return r;
   if (topology->scaleOutRanks > 1)
     return epFail(ncclInvalidUsage,
                   "%s: the communicator spans %d scale-up domains of %d ranks: not supported yet: several scale-up "
@@ -65,12 +61,9 @@ ncclResult_t epGroupConfigCheck(const ncclEpGroupConfig_t *given, const epTopolo
                   call, topology->scaleOutRanks, topology->scaleUpRanks);
   *resolved = *given;
   resolved->num_topk = shape->topk;
-  if (epEnvNumber(EP_ENV_TIMEOUT_MS, 1, UINT64_MAX / 1000000, &number))
-    resolved->timeout_ns = number * 1000000;
-  if (resolved->timeout_ns == 0)
-    resolved->timeout_ns = EP_TIMEOUT_NS;
-  if (epEnvNumber(EP_ENV_NUM_SMS, 1, UINT32_MAX, &number))
-    resolved->max_num_sms = (unsigned)number;
+  if (epEnvNumber(EP_ENV_TIMEOUT_MS, 1, UINT64_MAX / 1000000, &number)) resolved->timeout_ns = number * 1000000;
+  if (resolved->timeout_ns == 0) resolved->timeout_ns = EP_TIMEOUT_NS;
+  if (epEnvNumber(EP_ENV_NUM_SMS, 1, UINT32_MAX, &number)) resolved->max_num_sms = (unsigned)number;
   return ncclSuccess;
 }
 

@@ -34,8 +34,8 @@ static ncclResult_t epHandleCheck(const char *call, const struct ncclEpGroup *g,
                   "NCCL_EP_LAYOUT_EXPERT_MAJOR",
                   call);
   if (layout != NCCL_EP_LAYOUT_FLAT && layout != NCCL_EP_LAYOUT_EXPERT_MAJOR)
-    return epFail(ncclInvalidArgument,
-                  "%s: layout is %d: expected NCCL_EP_LAYOUT_FLAT or NCCL_EP_LAYOUT_EXPERT_MAJOR", call, (int)layout);
+    return epFail(ncclInvalidArgument, "%s: layout is %d: expected NCCL_EP_LAYOUT_FLAT or NCCL_EP_LAYOUT_EXPERT_MAJOR",
+                  call, (int)layout);
   if (config->dispatch_output_per_expert_alignment > EP_MAX_ALIGN)
     return epFail(ncclInvalidArgument, "%s: dispatch_output_per_expert_alignment is %zu: expected at most %u", call,
                   config->dispatch_output_per_expert_alignment, EP_MAX_ALIGN);
@@ -56,28 +56,23 @@ ncclResult_t epHandleMemSize(ncclEpGroup_t group, ncclEpLayout_t layout, const n
                              size_t *bytes, int topk) {
   static const char call[] = "ncclEpHandleMemSize";
   ncclResult_t r = epGroupFind(call, group);
-  if (r == ncclSuccess && !bytes)
-    r = epFail(ncclInvalidArgument, "%s: size_out is NULL", call);
-  if (r == ncclSuccess)
-    r = epHandleCheck(call, group, layout, config, topk == 0 ? -1 : topk);
-  if (r == ncclSuccess)
-    *bytes = epHandleBytes(group, topk == 0 ? -1 : topk);
+  if (r == ncclSuccess && !bytes) r = epFail(ncclInvalidArgument, "%s: size_out is NULL", call);
+  if (r == ncclSuccess) r = epHandleCheck(call, group, layout, config, topk == 0 ? -1 : topk);
+  if (r == ncclSuccess) *bytes = epHandleBytes(group, topk == 0 ? -1 : topk);
   return r;
 }
 
 static void epHandleLink(struct ncclEpGroup *g, struct ncclEpHandle *h) {
   pthread_mutex_lock(&g->lock);
   h->next = g->handles;
-  if (h->next)
-    h->next->previous = h;
+  if (h->next) h->next->previous = h;
   g->handles = h;
   pthread_mutex_unlock(&g->lock);
 }
 
 static void epHandleUnlink(struct ncclEpGroup *g, struct ncclEpHandle *h) {
   pthread_mutex_lock(&g->lock);
-  if (h->next)
-    h->next->previous = h->previous;
+  if (h->next) h->next->previous = h->previous;
   if (h->previous)
     h->previous->next = h->next;
   else
@@ -90,15 +85,12 @@ static ncclResult_t epHandleMemory(const char *call, struct ncclEpHandle *h, con
   const epArgName name = {call, "handle_mem"};
   void *dev = NULL;
   ncclResult_t r = epTensorCheck(name, memory, 1);
-  if (r == ncclSuccess)
-    r = epTensorType(name, memory, ncclUint8);
+  if (r == ncclSuccess) r = epTensorType(name, memory, ncclUint8);
   if (r == ncclSuccess && memory->sizes[0] < h->recordBytes)
     r = epFail(ncclInvalidArgument, "%s: handle_mem has %zu bytes: expected at least %zu (ncclEpHandleMemSize)", call,
                memory->sizes[0], h->recordBytes);
-  if (r == ncclSuccess)
-    r = epTensorAddress(name, h->group->be, memory, EP_RECORD_ALIGN, &dev);
-  if (r == ncclSuccess)
-    h->record = dev;
+  if (r == ncclSuccess) r = epTensorAddress(name, h->group->be, memory, EP_RECORD_ALIGN, &dev);
+  if (r == ncclSuccess) h->record = dev;
   return r;
 }
 
@@ -108,13 +100,11 @@ static ncclResult_t epHandleMake(const char *call, ncclEpHandle_t *out, struct n
   struct ncclEpHandle *h = calloc(1, sizeof *h);
   void *dev = NULL;
   ncclResult_t r;
-  if (!h)
-    return epFail(ncclSystemError, "%s: out of host memory", call);
+  if (!h) return epFail(ncclSystemError, "%s: out of host memory", call);
   h->group = g;
   h->layout = layout;
   h->align = (uint32_t)config->dispatch_output_per_expert_alignment;
-  if (layout == NCCL_EP_LAYOUT_FLAT)
-    h->align = 0; /* flat rows have no zones */
+  if (layout == NCCL_EP_LAYOUT_FLAT) h->align = 0; /* flat rows have no zones */
   h->topkRoom = topk == -1 ? g->shape.topk : (uint32_t)topk;
   h->topkFixed = fixed && topk != -1 ? (uint32_t)topk : 0;
   h->topk = topk == -1 ? 0 : (uint32_t)topk;
@@ -123,24 +113,20 @@ static ncclResult_t epHandleMake(const char *call, ncclEpHandle_t *out, struct n
     r = epHandleMemory(call, h, memory);
   } else {
     r = epRefuseCapture(call, g, NULL, "a handle with memory of its own cannot be made then");
-    if (r == ncclSuccess)
-      r = g->be->ops->alloc(g->be, &dev, h->recordBytes);
+    if (r == ncclSuccess) r = g->be->ops->alloc(g->be, &dev, h->recordBytes);
     h->record = dev;
     h->owned = r == ncclSuccess;
   }
-  if (r == ncclSuccess)
-    r = epCountsTake(g, h, h->owned);
+  if (r == ncclSuccess) r = epCountsTake(g, h, h->owned);
   if (r == ncclSuccess && !epObjectAdd(h, EP_OBJECT_HANDLE))
     r = epFail(ncclSystemError, "%s: out of host memory", call);
-  if (r != ncclSuccess)
-    goto undo;
+  if (r != ncclSuccess) goto undo;
   epHandleLink(g, h);
   *out = h;
   return ncclSuccess;
 undo:
   epCountsGive(g, h);
-  if (h->owned)
-    g->be->ops->free(g->be, h->record);
+  if (h->owned) g->be->ops->free(g->be, h->record);
   free(h);
   return r;
 }
@@ -149,10 +135,8 @@ ncclResult_t epHandleInit(ncclEpHandle_t *out, ncclEpGroup_t group, ncclEpLayout
                           const ncclEpHandleConfig_t *config, int topk, const ncclEpTensor_t *memory) {
   static const char call[] = "ncclEpInitHandle";
   ncclResult_t r = epGroupFind(call, group);
-  if (r == ncclSuccess && !out)
-    r = epFail(ncclInvalidArgument, "%s: handle is NULL", call);
-  if (r == ncclSuccess)
-    r = epHandleCheck(call, group, layout, config, topk);
+  if (r == ncclSuccess && !out) r = epFail(ncclInvalidArgument, "%s: handle is NULL", call);
+  if (r == ncclSuccess) r = epHandleCheck(call, group, layout, config, topk);
   return r == ncclSuccess ? epHandleMake(call, out, group, layout, config, topk, 1, memory) : r;
 }
 
@@ -162,21 +146,15 @@ ncclResult_t epHandleCreate(ncclEpHandle_t *out, ncclEpGroup_t group, ncclEpLayo
   const epArgName name = {call, "topk_idx"};
   ncclEpHandle_t h = NULL;
   ncclResult_t r = epGroupFind(call, group);
-  if (r == ncclSuccess && !out)
-    r = epFail(ncclInvalidArgument, "%s: handle is NULL", call);
-  if (r == ncclSuccess)
-    r = epTensorCheck(name, topk, 2);
+  if (r == ncclSuccess && !out) r = epFail(ncclInvalidArgument, "%s: handle is NULL", call);
+  if (r == ncclSuccess) r = epTensorCheck(name, topk, 2);
   if (r == ncclSuccess && (topk->sizes[1] < 1 || topk->sizes[1] > EP_MAX_TOPK))
     r = epFail(ncclInvalidArgument, "%s: topk_idx.sizes[1] is %zu: expected a top-k of 1 to %u", call, topk->sizes[1],
                EP_MAX_TOPK);
-  if (r == ncclSuccess)
-    r = epHandleCheck(call, group, layout, config, (int)topk->sizes[1]);
-  if (r == ncclSuccess)
-    r = epRefuseCapture(call, group, stream, "a handle with memory of its own cannot be made then");
-  if (r == ncclSuccess)
-    r = epHandleMake(call, &h, group, layout, config, (int)topk->sizes[1], 0, NULL);
-  if (r != ncclSuccess)
-    return r;
+  if (r == ncclSuccess) r = epHandleCheck(call, group, layout, config, (int)topk->sizes[1]);
+  if (r == ncclSuccess) r = epRefuseCapture(call, group, stream, "a handle with memory of its own cannot be made then");
+  if (r == ncclSuccess) r = epHandleMake(call, &h, group, layout, config, (int)topk->sizes[1], 0, NULL);
+  if (r != ncclSuccess) return r;
   r = epUpdate(call, h, topk, info, stream);
   if (r != ncclSuccess) {
     epHandleDestroy(h);
@@ -191,8 +169,7 @@ ncclResult_t epHandleOrphan(struct ncclEpHandle *h) {
   ncclResult_t r = ncclSuccess;
   epHandleUnlink(g, h);
   epCountsGive(g, h);
-  if (h->owned)
-    r = g->be->ops->free(g->be, h->record);
+  if (h->owned) r = g->be->ops->free(g->be, h->record);
   h->record = NULL;
   h->owned = 0;
   h->group = NULL;
@@ -201,14 +178,13 @@ ncclResult_t epHandleOrphan(struct ncclEpHandle *h) {
 
 ncclResult_t epHandleDestroy(ncclEpHandle_t h) {
   ncclResult_t r = ncclSuccess;
-  if (!h)
-    return ncclSuccess;
+  if (!h) return ncclSuccess;
   if (!epObjectRemove(h, EP_OBJECT_HANDLE))
-    return epFail(ncclInvalidArgument, "ncclEpHandleDestroy: handle %p is not a handle: expected one that is not "
-                                       "destroyed",
+    return epFail(ncclInvalidArgument,
+                  "ncclEpHandleDestroy: handle %p is not a handle: expected one that is not "
+                  "destroyed",
                   (void *)h);
-  if (h->group)
-    r = epHandleOrphan(h);
+  if (h->group) r = epHandleOrphan(h);
   free(h);
   return r;
 }
@@ -218,8 +194,7 @@ static ncclResult_t epHandleRecognise(const char *call, struct ncclEpHandle *h) 
   const struct ncclEpGroup *g = h->group;
   epRecordHeader head;
   ncclResult_t r = g->be->ops->copyToHost(g->be, &head, h->record, sizeof head);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   if (head.magic != EP_RECORD_MAGIC || head.version != EP_RECORD_VERSION || !head.generation)
     return epFail(ncclInvalidUsage, "%s: handle_mem holds no routing record: call ncclEpUpdateHandle first", call);
   if (head.ranks != g->shape.ranks || head.experts != g->shape.experts || head.maxTokens != g->shape.maxTokens ||
@@ -241,8 +216,7 @@ ncclResult_t epHandleRouted(const char *call, struct ncclEpHandle *h, cudaStream
   const epBackendOps *ops = h->group->be->ops;
   int capturing = 0;
   ncclResult_t r;
-  if (h->updated || h->foreign)
-    return ncclSuccess;
+  if (h->updated || h->foreign) return ncclSuccess;
   if (h->owned)
     return epFail(ncclInvalidUsage, "%s: the handle has no routing yet: call ncclEpUpdateHandle first", call);
   r = ops->isCapturing(h->group->be, stream, &capturing);
@@ -253,7 +227,6 @@ ncclResult_t epHandleRouted(const char *call, struct ncclEpHandle *h, cudaStream
                "%s: the stream is being captured: top-k of the record in handle_mem cannot be read then (give num_topk "
                "to ncclEpInitHandle)",
                call);
-  if (r == ncclSuccess)
-    r = ops->synchronize(h->group->be, stream); /* the update that writes it may be on its way */
+  if (r == ncclSuccess) r = ops->synchronize(h->group->be, stream); /* the update that writes it may be on its way */
   return r == ncclSuccess ? epHandleRecognise(call, h) : r;
 }

@@ -17,14 +17,12 @@ static ncclResult_t epKernelAdd(struct ncclEpGroup *g, int id, const epConfig *c
   if (g->kernelCount == g->kernelRoom) {
     int room = g->kernelRoom ? 2 * g->kernelRoom : 8;
     epKernelEntry *more = realloc(g->kernels, (size_t)room * sizeof *more);
-    if (!more)
-      return epFail(ncclSystemError, "kernel table: out of host memory");
+    if (!more) return epFail(ncclSystemError, "kernel table: out of host memory");
     g->kernels = more;
     g->kernelRoom = room;
   }
   r = g->be->ops->kernel(g->be, id, config, out);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   g->kernels[g->kernelCount].id = id;
   g->kernels[g->kernelCount].config = *config;
   g->kernels[g->kernelCount++].kernel = *out;
@@ -34,8 +32,7 @@ static ncclResult_t epKernelAdd(struct ncclEpGroup *g, int id, const epConfig *c
 ncclResult_t epRefuseCapture(const char *call, struct ncclEpGroup *g, cudaStream_t stream, const char *why) {
   int capturing = 0;
   ncclResult_t r = g->be->ops->isCapturing(g->be, stream, &capturing);
-  if (r == ncclSuccess && capturing)
-    r = epFail(ncclInvalidUsage, "%s: the stream is being captured: %s", call, why);
+  if (r == ncclSuccess && capturing) r = epFail(ncclInvalidUsage, "%s: the stream is being captured: %s", call, why);
   return r;
 }
 
@@ -43,8 +40,7 @@ ncclResult_t epKernelCompile(struct ncclEpGroup *g, int id, const epConfig *conf
   ncclResult_t r = ncclSuccess;
   pthread_mutex_lock(&g->lock);
   *out = epKernelFind(g, id, config);
-  if (!*out)
-    r = epKernelAdd(g, id, config, out);
+  if (!*out) r = epKernelAdd(g, id, config, out);
   pthread_mutex_unlock(&g->lock);
   return r;
 }
@@ -55,9 +51,9 @@ ncclResult_t epKernelGet(const char *call, struct ncclEpGroup *g, int id, const 
   pthread_mutex_lock(&g->lock);
   *out = epKernelFind(g, id, config);
   pthread_mutex_unlock(&g->lock);
-  if (*out)
-    return ncclSuccess;
-  r = epRefuseCapture(call, g, stream,
-                      "its kernel is not compiled yet, and cannot be then (make one such call before, or ncclEpPrepare)");
+  if (*out) return ncclSuccess;
+  r = epRefuseCapture(
+      call, g, stream,
+      "its kernel is not compiled yet, and cannot be then (make one such call before, or ncclEpPrepare)");
   return r == ncclSuccess ? epKernelCompile(g, id, config, out) : r;
 }

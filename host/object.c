@@ -8,14 +8,13 @@
 static struct epLiveObject {
   const void *object;
   epObjectKind kind;
-} *epLive;
+} * epLive;
 static int epLiveCount, epLiveRoom;
 static pthread_mutex_t epLiveLock = PTHREAD_MUTEX_INITIALIZER; /* guards the three above */
 
 static int epObjectIndex(const void *object, epObjectKind kind) {
   for (int i = epLiveCount - 1; i >= 0; i--)
-    if (epLive[i].object == object && epLive[i].kind == kind)
-      return i;
+    if (epLive[i].object == object && epLive[i].kind == kind) return i;
   return -1;
 }
 
@@ -43,8 +42,7 @@ int epObjectRemove(const void *object, epObjectKind kind) {
   int i;
   pthread_mutex_lock(&epLiveLock);
   i = epObjectIndex(object, kind);
-  if (i >= 0)
-    epLive[i] = epLive[--epLiveCount];
+  if (i >= 0) epLive[i] = epLive[--epLiveCount];
   if (epLiveCount == 0) { /* nothing left: leak checkers see an empty house */
     free(epLive);
     epLive = NULL;

@@ -1,5 +1,5 @@
-/* Which groups and handles exist. Public pointers are looked up here before they are followed, so that use after destroy is an
- * error instead of undefined (an address that a newer object has taken over cannot be told apart). */
+/* Which groups and handles exist. Public pointers are looked up here before they are followed, so that use after
+ * destroy is an error instead of undefined (an address that a newer object has taken over cannot be told apart). */
 #ifndef EP_HOST_OBJECT_H_
 #define EP_HOST_OBJECT_H_
 

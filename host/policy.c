@@ -3,10 +3,10 @@
 
 #include "fail.h"
 
-/* Sending: 8 SMs of plain stores already reach 96 % of the link that all SMs reach; with bulk copies 24 beside the epilogue
- * were as good as 32 and better than 8 and 16 (push + expand 202 to 233 us at T = 4096). Combine's senders of flat rows read
- * one row and write one; a few more keep the link busy while the epilogue reduces. In expert-major they read several
- * slots for each row they send, so they are the heavier half. */
+/* Sending: 8 SMs of plain stores already reach 96 % of the link that all SMs reach; with bulk copies 24 beside the
+ * epilogue were as good as 32 and better than 8 and 16 (push + expand 202 to 233 us at T = 4096). Combine's senders of
+ * flat rows read one row and write one; a few more keep the link busy while the epilogue reduces. In expert-major they
+ * read several slots for each row they send, so they are the heavier half. */
 #define EP_PUSH_BLOCKS_DISPATCH 24u
 #define EP_PUSH_BLOCKS_COMBINE_FLAT 32u
 
@@ -37,17 +37,15 @@ ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t t
   grid->smemBytes = epUpdateSmem(config);
   grid->pushBlocks = 0;
   /* The grid waits for itself, so all of it must be resident: at most one block an SM. */
-  grid->blocks = least(least(EP_MAX_UPDATE_BLOCKS, sms),
-                       (tokens + EP_UPDATE_TOKENS_A_BLOCK - 1) / EP_UPDATE_TOKENS_A_BLOCK);
-  if (grid->blocks == 0)
-    grid->blocks = 1;
+  grid->blocks =
+      least(least(EP_MAX_UPDATE_BLOCKS, sms), (tokens + EP_UPDATE_TOKENS_A_BLOCK - 1) / EP_UPDATE_TOKENS_A_BLOCK);
+  if (grid->blocks == 0) grid->blocks = 1;
   return ncclSuccess;
 }
 
 static unsigned epPushBlocks(int kernelId, uint32_t layout, unsigned blocks) {
   unsigned half = blocks / 2;
-  if (kernelId == EP_KERNEL_DISPATCH)
-    return least(EP_PUSH_BLOCKS_DISPATCH, half);
+  if (kernelId == EP_KERNEL_DISPATCH) return least(EP_PUSH_BLOCKS_DISPATCH, half);
   return layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_COMBINE_FLAT, half) : half;
 }
 
@@ -56,8 +54,7 @@ ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned
   uint32_t smem = (uint32_t)topology->smemPerBlock, warps;
   config->bulk = topology->bulkCopies != 0;
   warps = epMoveWarps(config, smem);
-  if (!topology->arch && warps > EP_EMU_WARPS)
-    warps = EP_EMU_WARPS;
+  if (!topology->arch && warps > EP_EMU_WARPS) warps = EP_EMU_WARPS;
   config->threads = (warps ? warps : 1) * 32;
   if (!warps)
     return epFail(ncclInvalidArgument,
@@ -68,10 +65,9 @@ ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned
   grid->blocks = sms;
   grid->pushBlocks = 0;
   if (config->ranks > 1) { /* one rank sends nothing */
-    /* A sender and a receiver at least, also with a limit of one SM. Senders come first in the grid and never wait for the
-     * epilogue, so they need not be resident together. */
-    if (grid->blocks < 2)
-      grid->blocks = 2;
+    /* A sender and a receiver at least, also with a limit of one SM. Senders come first in the grid and never wait for
+     * the epilogue, so they need not be resident together. */
+    if (grid->blocks < 2) grid->blocks = 2;
     grid->pushBlocks = epPushBlocks(kernelId, config->layout, grid->blocks);
   }
   return ncclSuccess;

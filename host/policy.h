@@ -1,5 +1,5 @@
-/* How large a launch is: blocks, threads, and the split between sending and receiving. Pure functions of the topology, the
- * kernel's configuration and the caller's limit, with their reasons in policy.c. */
+/* How large a launch is: blocks, threads, and the split between sending and receiving. Pure functions of the topology,
+ * the kernel's configuration and the caller's limit, with their reasons in policy.c. */
 #ifndef EP_HOST_POLICY_H_
 #define EP_HOST_POLICY_H_
 

@@ -19,8 +19,7 @@ static unsigned long long epBlocks(const struct ncclEpGroup *g, int id) {
 
 ncclResult_t epGroupProperties(ncclEpGroup_t g, ncclEpGroupProperties_t *p) {
   ncclResult_t r = epGroupFind("ncclEpGetGroupProperties", g);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   p->ranks = g->topology.ranks;
   p->rank = g->topology.rank;
   p->scale_up_ranks = g->topology.scaleUpRanks;
@@ -53,12 +52,9 @@ static ncclResult_t epPrepareMove(struct ncclEpGroup *g, const ncclEpPrepareConf
   if (!epTypeBytes(type))
     r = epFail(ncclInvalidArgument, "%s: %s is %d: expected an ncclDataType_t", call,
                combine ? "combine_type" : "dispatch_type", (int)type);
-  if (r == ncclSuccess && combine)
-    r = epCombineType(call, type, &dtype);
-  if (r == ncclSuccess)
-    r = epRowBytes(call, g, "tokens", c->hidden, type, &rowBytes);
-  if (r != ncclSuccess)
-    return r;
+  if (r == ncclSuccess && combine) r = epCombineType(call, type, &dtype);
+  if (r == ncclSuccess) r = epRowBytes(call, g, "tokens", c->hidden, type, &rowBytes);
+  if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(c->layout), c->top_k, rowBytes, dtype, weights);
   r = epPolicyMove(call, &g->topology, g->sms, id, &kc, &grid);
   return r == ncclSuccess ? epKernelCompile(g, id, &kc, &kernel) : r;
@@ -70,29 +66,23 @@ ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
   epGrid grid;
   epKernel *kernel;
   ncclResult_t r = epGroupFind(call, g);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   if (c->layout != NCCL_EP_LAYOUT_FLAT && c->layout != NCCL_EP_LAYOUT_EXPERT_MAJOR)
-    return epFail(ncclInvalidArgument,
-                  "%s: layout is %d: expected NCCL_EP_LAYOUT_FLAT or NCCL_EP_LAYOUT_EXPERT_MAJOR", call,
-                  (int)c->layout);
+    return epFail(ncclInvalidArgument, "%s: layout is %d: expected NCCL_EP_LAYOUT_FLAT or NCCL_EP_LAYOUT_EXPERT_MAJOR",
+                  call, (int)c->layout);
   if (c->top_k < 1 || c->top_k > g->shape.topk)
     return epFail(ncclInvalidArgument, "%s: top_k is %u: expected 1 to the group's %u", call, c->top_k, g->shape.topk);
   if (c->index_type != ncclInt64 && c->index_type != ncclInt32)
     return epFail(ncclInvalidArgument, "%s: index_type is %s: expected int64 or int32", call,
                   epTypeName(c->index_type));
   r = epRefuseCapture(call, g, NULL, "kernels cannot be compiled then");
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   kc = epUpdateConfig(g, epLayoutKind(c->layout), c->top_k, epTypeBytes(c->index_type));
   r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, &kc, &grid);
-  if (r == ncclSuccess)
-    r = epKernelCompile(g, EP_KERNEL_UPDATE, &kc, &kernel);
+  if (r == ncclSuccess) r = epKernelCompile(g, EP_KERNEL_UPDATE, &kc, &kernel);
   for (int weights = 0; r == ncclSuccess && weights < 2; weights++) { /* forward: dispatch with, combine without */
-    if (weights || c->backward)
-      r = epPrepareMove(g, c, EP_KERNEL_DISPATCH, weights);
-    if (r == ncclSuccess && (!weights || c->backward))
-      r = epPrepareMove(g, c, EP_KERNEL_COMBINE, weights);
+    if (weights || c->backward) r = epPrepareMove(g, c, EP_KERNEL_DISPATCH, weights);
+    if (r == ncclSuccess && (!weights || c->backward)) r = epPrepareMove(g, c, EP_KERNEL_COMBINE, weights);
   }
   return r;
 }
@@ -102,16 +92,14 @@ ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *confi
   epBackend *be = NULL;
   epTopology topology;
   ncclResult_t r = epBackendOpen(comm, &none, &be);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   r = be->ops->topology(be, &topology);
   if (r == ncclSuccess && topology.scaleOutRanks > 1)
     r = epFail(ncclInvalidUsage,
                "ncclEpCalculateBufferSize: the communicator spans %d scale-up domains: not supported yet: several "
                "scale-up domains",
                topology.scaleOutRanks);
-  if (r == ncclSuccess)
-    r = calculate_ep_buffer_size((uint32_t)topology.ranks, config, sizes);
+  if (r == ncclSuccess) r = calculate_ep_buffer_size((uint32_t)topology.ranks, config, sizes);
   be->ops->destroy(be);
   return r;
 }

@@ -43,12 +43,12 @@ struct ncclEpGroup {
   epShape shape;
   epWindowLayout windowLayout;
   epScratchLayout scratchLayout;
-  unsigned sms; /* that a kernel may use */
+  unsigned sms;    /* that a kernel may use */
   uint32_t budget; /* rows of an output; 0: eager */
 
   epWindow *window;
-  void *windowTable; /* device: R window addresses */
-  void *scratch;     /* device */
+  void *windowTable;     /* device: R window addresses */
+  void *scratch;         /* device */
   epGroupShared *shared; /* host address */
   uint8_t *sharedDev;    /* its device address */
 
@@ -77,12 +77,12 @@ struct ncclEpHandle {
   int foreign;        /* the record was found in the caller's memory, written by another handle */
   uint8_t *record;    /* device */
   size_t recordBytes;
-  int owned; /* the record is the library's memory */
+  int owned;            /* the record is the library's memory */
   epHostCounts *counts; /* host address, NULL: no slot */
   uint8_t *countsDev;
-  uint32_t generation;   /* of the last update; meaningful unless it was captured */
-  int captured;          /* the last update was captured */
-  cudaStream_t stream;   /* of the last update */
+  uint32_t generation; /* of the last update; meaningful unless it was captured */
+  int captured;        /* the last update was captured */
+  cudaStream_t stream; /* of the last update */
 };
 
 /* ---- group.c */

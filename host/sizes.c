@@ -43,18 +43,16 @@ ncclResult_t calculate_ep_buffer_size(uint32_t ranks, const ncclEpBufferSizeConf
                                       ncclEpBufferSize_t *sizes) {
   static const char call[] = "ncclEpCalculateBufferSize";
   uint32_t typeBytes = epTypeBytes(config->datatype);
-  epSizeRequest request = {ranks, config->num_experts, config->top_k, config->max_tokens, 0,
-                           config->multiple_reductions};
+  epSizeRequest request = {ranks, config->num_experts,        config->top_k, config->max_tokens,
+                           0,     config->multiple_reductions};
   epShape shape;
   epWindowLayout w;
   ncclResult_t r;
   if (!typeBytes)
     return epFail(ncclInvalidArgument, "%s: datatype is %d: expected an ncclDataType_t", call, (int)config->datatype);
-  request.rowBytes =
-      (uint64_t)config->hidden * typeBytes + epAlignUp(config->scale_bytes, EP_ROW_ALIGN);
+  request.rowBytes = (uint64_t)config->hidden * typeBytes + epAlignUp(config->scale_bytes, EP_ROW_ALIGN);
   r = epShapeOf(call, &request, &shape);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   w = epWindowLayoutOf(shape);
   sizes->window_bytes = w.bytes;
   sizes->count_bytes = w.metaFlags - w.counts;

@@ -10,25 +10,23 @@ static const struct {
   int type;
   uint32_t bytes;
   const char *name;
-} epTypes[] = {{ncclInt8, 1, "int8"},        {ncclUint8, 1, "uint8"},
-               {ncclInt32, 4, "int32"},      {ncclUint32, 4, "uint32"},
-               {ncclInt64, 8, "int64"},      {ncclUint64, 8, "uint64"},
-               {ncclFloat16, 2, "float16"},  {ncclFloat32, 4, "float32"},
-               {ncclFloat64, 8, "float64"},  {ncclBfloat16, 2, "bfloat16"},
-               {10, 1, "float8e4m3"},        {11, 1, "float8e5m2"},
+} epTypes[] = {{ncclInt8, 1, "int8"},       {ncclUint8, 1, "uint8"},
+               {ncclInt32, 4, "int32"},     {ncclUint32, 4, "uint32"},
+               {ncclInt64, 8, "int64"},     {ncclUint64, 8, "uint64"},
+               {ncclFloat16, 2, "float16"}, {ncclFloat32, 4, "float32"},
+               {ncclFloat64, 8, "float64"}, {ncclBfloat16, 2, "bfloat16"},
+               {10, 1, "float8e4m3"},       {11, 1, "float8e5m2"},
                {12, 1, "float4x2"}};
 
 uint32_t epTypeBytes(ncclDataType_t type) {
   for (size_t i = 0; i < sizeof epTypes / sizeof epTypes[0]; i++)
-    if (epTypes[i].type == (int)type)
-      return epTypes[i].bytes;
+    if (epTypes[i].type == (int)type) return epTypes[i].bytes;
   return 0;
 }
 
 const char *epTypeName(ncclDataType_t type) {
   for (size_t i = 0; i < sizeof epTypes / sizeof epTypes[0]; i++)
-    if (epTypes[i].type == (int)type)
-      return epTypes[i].name;
+    if (epTypes[i].type == (int)type) return epTypes[i].name;
   return "unknown type";
 }
 
@@ -52,22 +50,19 @@ ncclResult_t epTensorCheck(epArgName name, const ncclEpTensor_t *t, unsigned ndi
 }
 
 ncclResult_t epTensorExtent(epArgName name, const ncclEpTensor_t *t, unsigned dim, uint64_t extent, const char *what) {
-  if (t->sizes[dim] == extent)
-    return ncclSuccess;
+  if (t->sizes[dim] == extent) return ncclSuccess;
   return epFail(ncclInvalidArgument, "%s: %s.sizes[%u] is %zu: expected %llu (%s)", name.call, name.tensor, dim,
                 t->sizes[dim], (unsigned long long)extent, what);
 }
 
 ncclResult_t epTensorType(epArgName name, const ncclEpTensor_t *t, ncclDataType_t type) {
-  if (t->datatype == type)
-    return ncclSuccess;
+  if (t->datatype == type) return ncclSuccess;
   return epFail(ncclInvalidArgument, "%s: %s is %s: expected %s", name.call, name.tensor, epTypeName(t->datatype),
                 epTypeName(type));
 }
 
 ncclResult_t epTensorAbsent(epArgName name, const ncclEpTensor_t *t, const char *why) {
-  if (!t)
-    return ncclSuccess;
+  if (!t) return ncclSuccess;
   return epFail(ncclInvalidArgument, "%s: %s is given: expected NULL (%s)", name.call, name.tensor, why);
 }
 
@@ -75,15 +70,12 @@ ncclResult_t epTensorAddress(epArgName name, epBackend *be, const ncclEpTensor_t
   ncclResult_t r;
   void *address = t->data;
   int yes = 1, empty = 0;
-  for (unsigned i = 0; i < t->ndim; i++)
-    empty |= t->sizes[i] == 0;
+  for (unsigned i = 0; i < t->ndim; i++) empty |= t->sizes[i] == 0;
   *dev = NULL;
-  if (empty)
-    return ncclSuccess;
+  if (empty) return ncclSuccess;
   if (!address && t->win_hdl) {
     r = be->ops->windowAddress(be, t->win_hdl, t->win_offset, &address);
-    if (r != ncclSuccess)
-      return r;
+    if (r != ncclSuccess) return r;
   }
   if (!address)
     return epFail(ncclInvalidArgument, "%s: %s has neither data nor a window: expected device memory", name.call,
@@ -92,8 +84,7 @@ ncclResult_t epTensorAddress(epArgName name, epBackend *be, const ncclEpTensor_t
     return epFail(ncclInvalidArgument, "%s: %s is at %p: expected an address that is a multiple of %u", name.call,
                   name.tensor, address, align);
   r = be->ops->isDeviceAddress(be, address, &yes);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   if (!yes)
     return epFail(ncclInvalidArgument, "%s: %s at %p is not memory of this group's device", name.call, name.tensor,
                   address);
@@ -116,8 +107,7 @@ ncclResult_t epTensorAlloc(ncclEpTensor_t **tensor, unsigned ndim, ncclDataType_
   if (!epTypeBytes(type))
     return epFail(ncclInvalidArgument, "ncclEpTensorAlloc: datatype is %d: expected an ncclDataType_t", (int)type);
   heap = calloc(1, sizeof *heap);
-  if (!heap)
-    return epFail(ncclSystemError, "ncclEpTensorAlloc: out of host memory");
+  if (!heap) return epFail(ncclSystemError, "ncclEpTensorAlloc: out of host memory");
   memcpy(heap->sizes, sizes, ndim * sizeof sizes[0]);
   heap->tensor = NCCL_EP_TENSOR_INIT;
   heap->tensor.magic = EP_TENSOR_MAGIC_HEAP;
@@ -129,8 +119,7 @@ ncclResult_t epTensorAlloc(ncclEpTensor_t **tensor, unsigned ndim, ncclDataType_
 }
 
 ncclResult_t epTensorDestroy(ncclEpTensor_t *tensor) {
-  if (!tensor)
-    return ncclSuccess;
+  if (!tensor) return ncclSuccess;
   if (tensor->magic != EP_TENSOR_MAGIC_HEAP)
     return epFail(ncclInvalidArgument, "ncclEpTensorDestroy: tensor has magic %#x: expected one of ncclEpTensorAlloc",
                   tensor->magic);

@@ -1,5 +1,5 @@
-/* Checks of tensor descriptors: pure functions of the descriptor and what is expected of it. Each failure is one line that
- * names the call, the tensor, what it is and what was expected. */
+/* Checks of tensor descriptors: pure functions of the descriptor and what is expected of it. Each failure is one line
+ * that names the call, the tensor, what it is and what was expected. */
 #ifndef EP_HOST_TENSOR_H_
 #define EP_HOST_TENSOR_H_
 

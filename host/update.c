@@ -23,11 +23,9 @@ static ncclResult_t epCounter(const char *call, const char *field, struct ncclEp
   ncclResult_t r;
   *dev = NULL;
   *wide = 0;
-  if (!t)
-    return ncclSuccess;
+  if (!t) return ncclSuccess;
   r = epTensorCheck(name, t, 1);
-  if (r == ncclSuccess)
-    r = epTensorExtent(name, t, 0, extent, extent == 1 ? "a total" : "local experts");
+  if (r == ncclSuccess) r = epTensorExtent(name, t, 0, extent, extent == 1 ? "a total" : "local experts");
   if (r == ncclSuccess && t->datatype != ncclInt32 && t->datatype != ncclInt64)
     r = epFail(ncclInvalidArgument, "%s: %s is %s: expected int32 or int64", call, field, epTypeName(t->datatype));
   if (r == ncclSuccess) {
@@ -71,13 +69,11 @@ static ncclResult_t epUpdateIndices(const char *call, const struct ncclEpHandle 
   if (r == ncclSuccess && topk->sizes[0] > g->shape.maxTokens)
     r = epFail(ncclInvalidArgument, "%s: topk_idx.sizes[0] is %zu: expected at most max_dispatch_tokens_per_rank, %u",
                call, topk->sizes[0], g->shape.maxTokens);
-  if (r == ncclSuccess && h->topkFixed)
-    r = epTensorExtent(name, topk, 1, h->topkFixed, "num_topk of ncclEpInitHandle");
+  if (r == ncclSuccess && h->topkFixed) r = epTensorExtent(name, topk, 1, h->topkFixed, "num_topk of ncclEpInitHandle");
   if (r == ncclSuccess && (topk->sizes[1] < 1 || topk->sizes[1] > h->topkRoom))
     r = epFail(ncclInvalidArgument, "%s: topk_idx.sizes[1] is %zu: expected a top-k of 1 to %u", call, topk->sizes[1],
                h->topkRoom);
-  if (r == ncclSuccess)
-    r = epTensorAddress(name, g->be, topk, epTypeBytes(topk->datatype), dev);
+  if (r == ncclSuccess) r = epTensorAddress(name, g->be, topk, epTypeBytes(topk->datatype), dev);
   return r;
 }
 
@@ -88,10 +84,8 @@ static ncclResult_t epUpdateLaunch(struct ncclEpHandle *h, epKernel *kernel, con
   epLaunch launch = {grid->blocks, grid->threads, grid->smemBytes, a, sizeof *a};
   int capturing = 0;
   ncclResult_t r = g->be->ops->isCapturing(g->be, stream, &capturing);
-  if (r == ncclSuccess)
-    r = g->be->ops->launch(g->be, kernel, &launch, stream);
-  if (r != ncclSuccess)
-    return r;
+  if (r == ncclSuccess) r = g->be->ops->launch(g->be, kernel, &launch, stream);
+  if (r != ncclSuccess) return r;
   pthread_mutex_lock(&g->lock);
   if (capturing)
     g->updatesCaptured = 1;
@@ -115,23 +109,17 @@ ncclResult_t epUpdate(const char *call, ncclEpHandle_t h, const ncclEpTensor_t *
   epKernel *kernel;
   void *indices = NULL;
   ncclResult_t r = epHandleFind(call, h);
-  if (r != ncclSuccess)
-    return r;
+  if (r != ncclSuccess) return r;
   g = h->group;
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
-  if (r == ncclSuccess)
-    r = epUpdateIndices(call, h, topk, &indices);
-  if (r == ncclSuccess && info)
-    r = epUpdateCounters(call, h, info, &a);
-  if (r != ncclSuccess)
-    return r;
+  if (r == ncclSuccess) r = epUpdateIndices(call, h, topk, &indices);
+  if (r == ncclSuccess && info) r = epUpdateCounters(call, h, info, &a);
+  if (r != ncclSuccess) return r;
   config = epUpdateConfig(g, epLayoutKind(h->layout), (uint32_t)topk->sizes[1], epTypeBytes(topk->datatype));
   r = epPolicyUpdate(&g->topology, g->sms, (uint32_t)topk->sizes[0], &config, &grid);
-  if (r == ncclSuccess)
-    r = epKernelGet(call, g, EP_KERNEL_UPDATE, &config, stream, &kernel);
-  if (r != ncclSuccess)
-    return r;
+  if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_UPDATE, &config, stream, &kernel);
+  if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);
   a.recordLayout = epRecordLayoutOf(g->shape.ranks, g->shape.experts, config.topk, g->shape.maxTokens);
   a.record = h->record;

@@ -3,9 +3,9 @@
  *
  * SPDX-License-Identifier: Apache-2.0
  *
- * The R ranks of one communicator share E experts, E / R on each rank. A *group* (ncclEpGroup_t) holds what depends on the
- * communicator and on sizes alone. A *handle* (ncclEpHandle_t) holds the routing of one set of top-k decisions. Dispatch
- * takes every token to the ranks of its experts, combine brings the experts' rows back and sums them.
+ * The R ranks of one communicator share E experts, E / R on each rank. A *group* (ncclEpGroup_t) holds what depends on
+ * the communicator and on sizes alone. A *handle* (ncclEpHandle_t) holds the routing of one set of top-k decisions.
+ * Dispatch takes every token to the ranks of its experts, combine brings the experts' rows back and sums them.
  *
  *     ncclEpCreateGroup -> ncclEpCreateHandle -> ncclEpDispatch -> (experts) -> ncclEpCombine -> ncclEpHandleDestroy
  *                          ncclEpUpdateHandle  gives a handle new routing
@@ -19,14 +19,14 @@
  *              group creation and destruction and by what a call's text says. Work of one handle on several streams is
  *              ordered by the caller.
  *   Collective calls (said in their text) are made by all ranks of the group, for one group in the same order on
- *              every rank. A group and NCCL collectives may share a communicator only on streams that the caller orders.
- *   Threads    Calls on different groups may run at the same time. Calls on one group, and on its handles, may come
- *              from any thread, one at a time, like calls on one NCCL communicator.
- *   Memory     Tensors are device memory, row-major and dense, owned by the caller, valid and (inputs) unmodified until the
- *              stream has passed the call. Descriptors, config structs and `sizes` arrays are read before the call returns.
- *   Graphs     ncclEpUpdateHandle, ncclEpDispatch, ncclEpCombine and ncclEpComplete can be captured, once the kernels they
- *              need are compiled (by an earlier call of the same shape, or ncclEpPrepare). The number of tokens is fixed by the
- *              capture; a row of -1 in topk_idx is an inactive token.
+ *              every rank. A group and NCCL collectives may share a communicator only on streams that the caller
+ * orders. Threads    Calls on different groups may run at the same time. Calls on one group, and on its handles, may
+ * come from any thread, one at a time, like calls on one NCCL communicator. Memory     Tensors are device memory,
+ * row-major and dense, owned by the caller, valid and (inputs) unmodified until the stream has passed the call.
+ * Descriptors, config structs and `sizes` arrays are read before the call returns. Graphs     ncclEpUpdateHandle,
+ * ncclEpDispatch, ncclEpCombine and ncclEpComplete can be captured, once the kernels they need are compiled (by an
+ * earlier call of the same shape, or ncclEpPrepare). The number of tokens is fixed by the capture; a row of -1 in
+ * topk_idx is an inactive token.
  */
 #ifndef NCCL_EP_H_
 #define NCCL_EP_H_
@@ -34,8 +34,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* CUDA's and NCCL's own headers where both are there; else the few names of theirs that this interface uses, with the same
- * values. NCCL_EP_NO_CUDA_HEADERS asks for the latter. */
+/* CUDA's and NCCL's own headers where both are there; else the few names of theirs that this interface uses, with the
+ * same values. NCCL_EP_NO_CUDA_HEADERS asks for the latter. */
 #if !defined(NCCL_H_) && !defined(NCCL_EP_NO_CUDA_HEADERS) && defined(__has_include)
 #if __has_include(<cuda_runtime.h>) && __has_include(<nccl.h>)
 #include <cuda_runtime.h>
@@ -102,10 +102,10 @@ typedef enum {
 
 /* ---- Structs that can grow ---------------------------------------------------------------------------------------
  *
- * Every struct that a caller passes by pointer starts with `size` (its sizeof where the caller was compiled) and `magic`.
- * A library reads the fields that lie wholly inside `size`, takes those beyond it as 0, and ignores a tail it does not
- * know. Sizes below the struct's first version are refused. Fields are only ever appended; the sizes of both versions are
- * stated (NCCL_EP_*_V1_SIZE, _V2_SIZE) and checked when this header is compiled.
+ * Every struct that a caller passes by pointer starts with `size` (its sizeof where the caller was compiled) and
+ * `magic`. A library reads the fields that lie wholly inside `size`, takes those beyond it as 0, and ignores a tail it
+ * does not know. Sizes below the struct's first version are refused. Fields are only ever appended; the sizes of both
+ * versions are stated (NCCL_EP_*_V1_SIZE, _V2_SIZE) and checked when this header is compiled.
  *
  * Fill a struct with its _INIT macro, which sets `size` and `magic` and zeroes the rest, and then set fields:
  *
@@ -147,24 +147,25 @@ template <class T> static inline T ncclEpStructInitVersion(unsigned int magic, u
 #endif
 
 /* `size` and `magic` lead, and the struct is as large as its current version. */
-#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI_AT(type_, base_, version_)                                                    \
-  NCCL_EP_STATIC_ASSERT((version_) <= NCCL_EP_API_VERSION, #base_ ": newer than NCCL_EP_API_VERSION");                 \
-  NCCL_EP_STATIC_ASSERT(offsetof(type_, size) == 0, #type_ ": size must come first");                                  \
-  NCCL_EP_STATIC_ASSERT(offsetof(type_, magic) == 4, #type_ ": magic must come second");                               \
+#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI_AT(type_, base_, version_)                                    \
+  NCCL_EP_STATIC_ASSERT((version_) <= NCCL_EP_API_VERSION, #base_ ": newer than NCCL_EP_API_VERSION"); \
+  NCCL_EP_STATIC_ASSERT(offsetof(type_, size) == 0, #type_ ": size must come first");                  \
+  NCCL_EP_STATIC_ASSERT(offsetof(type_, magic) == 4, #type_ ": magic must come second");               \
   NCCL_EP_STATIC_ASSERT(sizeof(type_) == base_##_V##version_##_SIZE, #type_ ": size differs from its version")
-#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI_OF(type_, base_, version_)                                                    \
+#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI_OF(type_, base_, version_) \
   NCCL_EP_STATIC_ASSERT_STRUCT_ABI_AT(type_, base_, version_)
-#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI(type_, base_)                                                                 \
+#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI(type_, base_) \
   NCCL_EP_STATIC_ASSERT_STRUCT_ABI_OF(type_, base_, base_##_CURRENT_VERSION)
 /* A version's last field ends where that version did. */
-#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(type_, base_, version_)                                              \
-  NCCL_EP_STATIC_ASSERT((version_) <= base_##_CURRENT_VERSION, #type_ ": newer than its current version");             \
-  NCCL_EP_STATIC_ASSERT(NCCL_EP_FIELD_END(type_, base_##_V##version_##_LAST_FIELD) == base_##_V##version_##_SIZE,      \
+#define NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(type_, base_, version_)                                         \
+  NCCL_EP_STATIC_ASSERT((version_) <= base_##_CURRENT_VERSION, #type_ ": newer than its current version");        \
+  NCCL_EP_STATIC_ASSERT(NCCL_EP_FIELD_END(type_, base_##_V##version_##_LAST_FIELD) == base_##_V##version_##_SIZE, \
                         #type_ ": a released version's fields moved")
-#define NCCL_EP_STATIC_ASSERT_OFFSET(type_, field_, offset_)                                                           \
+#define NCCL_EP_STATIC_ASSERT_OFFSET(type_, field_, offset_) \
   NCCL_EP_STATIC_ASSERT(offsetof(type_, field_) == (offset_), #type_ ": " #field_ " moved")
 
-/* ---- Enumerations ------------------------------------------------------------------------------------------------- */
+/* ---- Enumerations -------------------------------------------------------------------------------------------------
+ */
 
 /* "You decide": the value that a zero-filled field has. */
 #define NCCL_EP_AUTO 0
@@ -176,8 +177,9 @@ typedef enum {
 
 /* What happens when a rank must receive more rows than max_recv_tokens_per_rank. */
 typedef enum {
-  /* Rows that fit, in output order, arrive exactly; the others are dropped, combine leaves them out, and the number needed is
-   * reported by counts and by ncclEpGetAsyncError. Unlike other implementations this one never traps unless asked. */
+  /* Rows that fit, in output order, arrive exactly; the others are dropped, combine leaves them out, and the number
+   * needed is reported by counts and by ncclEpGetAsyncError. Unlike other implementations this one never traps unless
+   * asked. */
   NCCL_EP_OVERFLOW_AUTO = NCCL_EP_AUTO,
   NCCL_EP_OVERFLOW_TRAP, /* end the CUDA context instead. Not supported yet */
   NCCL_EP_OVERFLOW_DROP  /* as AUTO */
@@ -188,19 +190,21 @@ typedef enum {
 typedef enum {
   NCCL_EP_LAYOUT_UNSET = NCCL_EP_AUTO, /* refused: a layout must be named */
   /* High throughput: tokens [M, H], topk_weights [M]. One slot per valid (token, k), grouped by local expert; inside an
-   * expert ordered by (source rank, source token, k). Every expert's zone starts at a multiple of the handle's alignment;
-   * padding rows are zero; an expert without tokens takes no rows. The expert side applies the weights.
-   * Low latency: tokens [L, R * B, H]; weights are applied by combine. */
+   * expert ordered by (source rank, source token, k). Every expert's zone starts at a multiple of the handle's
+   * alignment; padding rows are zero; an expert without tokens takes no rows. The expert side applies the weights. Low
+   * latency: tokens [L, R * B, H]; weights are applied by combine. */
   NCCL_EP_LAYOUT_EXPERT_MAJOR,
   /* Low latency only: tokens [R, B, H], topk_weights and topk_idx [R, B, K]. */
   NCCL_EP_LAYOUT_RANK_MAJOR,
-  /* High throughput only: tokens [N, H], topk_weights [N, K], topk_idx [N, K]. Each token that chose at least one local expert,
-   * once, ordered by (source rank, source token). The expert side sums a row's local experts, weighted, before combine. */
+  /* High throughput only: tokens [N, H], topk_weights [N, K], topk_idx [N, K]. Each token that chose at least one local
+   * expert, once, ordered by (source rank, source token). The expert side sums a row's local experts, weighted, before
+   * combine. */
   NCCL_EP_LAYOUT_FLAT
 } ncclEpLayout_t;
 
-/* Direction of a pass. Forward dispatch carries routing weights; the backward pass of combine is a dispatch without them along
- * the same handle; the backward pass of dispatch is a combine that carries the gradients of the weights too. */
+/* Direction of a pass. Forward dispatch carries routing weights; the backward pass of combine is a dispatch without
+ * them along the same handle; the backward pass of dispatch is a combine that carries the gradients of the weights too.
+ */
 typedef enum { NCCL_EP_FWD_PASS = 0, NCCL_EP_BWD_PASS = 1 } ncclEpPassDir_t;
 
 /* Whether rows may go straight into window-backed tensors of the peers. */
@@ -219,9 +223,10 @@ typedef enum {
 
 /* Low-precision recipes of dispatch. */
 typedef enum {
-  NCCL_EP_DISP_QUANT_NONE = 0,      /* rows travel as they are, no scales */
-  NCCL_EP_DISP_QUANT_FWD = 1,       /* the caller's scale rows travel beside the token rows, bit for bit. Not supported yet */
-  NCCL_EP_DISP_QUANT_DS_FP8E3M4 = 2 /* BF16 in, E4M3 and FP32 scales per 128 elements out; low latency. Not supported yet */
+  NCCL_EP_DISP_QUANT_NONE = 0, /* rows travel as they are, no scales */
+  NCCL_EP_DISP_QUANT_FWD = 1, /* the caller's scale rows travel beside the token rows, bit for bit. Not supported yet */
+  NCCL_EP_DISP_QUANT_DS_FP8E3M4 =
+      2 /* BF16 in, E4M3 and FP32 scales per 128 elements out; low latency. Not supported yet */
 } ncclEpDispQuant_t;
 
 /* Low-precision recipes of combine. */
@@ -230,12 +235,13 @@ typedef enum {
   NCCL_EP_COMB_QUANT_NVFP4 = 1 /* BF16 expert outputs travel as NVFP4; low latency, experimental. Not supported yet */
 } ncclEpCombQuant_t;
 
-/* ---- Tensors -------------------------------------------------------------------------------------------------------- */
+/* ---- Tensors --------------------------------------------------------------------------------------------------------
+ */
 
 #define NCCL_EP_TENSOR_MAGIC 0xCAFECAFEu
 
-/* A dense row-major tensor. The descriptor is the caller's, on its stack or from ncclEpTensorAlloc, and owns nothing; the
- * memory it points to and the `sizes` array are the caller's too.
+/* A dense row-major tensor. The descriptor is the caller's, on its stack or from ncclEpTensorAlloc, and owns nothing;
+ * the memory it points to and the `sizes` array are the caller's too.
  *
  *     size_t dims[2] = {tokens, hidden};
  *     ncclEpTensor_t t = NCCL_EP_TENSOR_INIT;
@@ -252,7 +258,8 @@ typedef struct ncclEpTensor {
   size_t *sizes;           /* [ndim] elements in each dimension, outermost first */
 } ncclEpTensor_t;
 
-/* For a brace initialiser with further fields: `ncclEpTensor_t t = {NCCL_EP_TENSOR_INIT_INLINE, .ndim = 2, ...};` (C and C++20) */
+/* For a brace initialiser with further fields: `ncclEpTensor_t t = {NCCL_EP_TENSOR_INIT_INLINE, .ndim = 2, ...};` (C
+ * and C++20) */
 #define NCCL_EP_TENSOR_INIT_INLINE .size = (unsigned int)sizeof(ncclEpTensor_t), .magic = NCCL_EP_TENSOR_MAGIC
 #define NCCL_EP_TENSOR_INIT NCCL_EP_STRUCT_INIT(ncclEpTensor_t, NCCL_EP_TENSOR_MAGIC)
 #define NCCL_EP_TENSOR_SIZE ((unsigned int)sizeof(ncclEpTensor_t))
@@ -279,7 +286,8 @@ typedef struct {
 NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpTensorAllocConfig_t, NCCL_EP_TENSOR_ALLOC_CONFIG);
 NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpTensorAllocConfig_t, NCCL_EP_TENSOR_ALLOC_CONFIG, 1);
 
-/* ---- Group configuration -------------------------------------------------------------------------------------------- */
+/* ---- Group configuration --------------------------------------------------------------------------------------------
+ */
 
 /* The caller's device allocator. `context` is handed through. Both functions or neither; NULL: the CUDA runtime's. The
  * group's window does not come from it: symmetric memory is NCCL's to allocate. */
@@ -307,8 +315,9 @@ typedef struct {
   unsigned long int rdma_buffer_size; /* low latency's buffer; ignored in high throughput */
   unsigned int num_qp_per_rank;       /* ignored: one scale-up domain has no queue pairs */
   unsigned int num_channels;          /* ignored: see max_num_sms */
-  /* Thread blocks (SMs) of a kernel at most; NCCL_EP_AUTO: the whole GPU. Environment: NCCL_EP_NUM_SMS. With more than one rank
-   * dispatch and combine have at least two blocks, a sender and a receiver; they also work one after the other. */
+  /* Thread blocks (SMs) of a kernel at most; NCCL_EP_AUTO: the whole GPU. Environment: NCCL_EP_NUM_SMS. With more than
+   * one rank dispatch and combine have at least two blocks, a sender and a receiver; they also work one after the
+   * other. */
   unsigned int max_num_sms;
   ncclEpAllocConfig_t alloc;              /* for the group's and the handles' device memory */
   unsigned int enable_mask;               /* fault masks. Not supported yet: must be 0 */
@@ -319,13 +328,11 @@ typedef struct {
   unsigned char padding_v2[4];
 } ncclEpGroupConfig_t;
 #ifdef __cplusplus
-#define NCCL_EP_GROUP_CONFIG_INIT                                                                                      \
-  (ncclEpStructInitVersion<ncclEpGroupConfig_t>(NCCL_EP_MAGIC, NCCL_EP_API_VERSION))
+#define NCCL_EP_GROUP_CONFIG_INIT (ncclEpStructInitVersion<ncclEpGroupConfig_t>(NCCL_EP_MAGIC, NCCL_EP_API_VERSION))
 #else
-#define NCCL_EP_GROUP_CONFIG_INIT                                                                                      \
-  ((ncclEpGroupConfig_t){.size = (unsigned int)sizeof(ncclEpGroupConfig_t),                                            \
-                         .magic = NCCL_EP_MAGIC,                                                                       \
-                         .version = NCCL_EP_API_VERSION})
+#define NCCL_EP_GROUP_CONFIG_INIT \
+  ((ncclEpGroupConfig_t){         \
+      .size = (unsigned int)sizeof(ncclEpGroupConfig_t), .magic = NCCL_EP_MAGIC, .version = NCCL_EP_API_VERSION})
 #endif
 #define NCCL_EP_GROUP_CONFIG_SIZE ((unsigned int)sizeof(ncclEpGroupConfig_t))
 #define NCCL_EP_GROUP_CONFIG_V1_LAST_FIELD timeout_ns
@@ -356,19 +363,20 @@ NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpGroupConfig_t, num_topk, 104);
 typedef struct ncclEpGroup *ncclEpGroup_t;
 typedef struct ncclEpHandle *ncclEpHandle_t;
 
-/* ---- Handle-time structs -------------------------------------------------------------------------------------------- */
+/* ---- Handle-time structs --------------------------------------------------------------------------------------------
+ */
 
 /* Counters and numbering. Tensors are optional (NULL), 1-D, int32 or int64 each, filled on the call's stream.
- * Given to ncclEpCreateHandle or ncclEpUpdateHandle they are filled with the routing's counts; given to a high-throughput
- * ncclEpDispatch only recv_topk_idx_kind is read. */
+ * Given to ncclEpCreateHandle or ncclEpUpdateHandle they are filled with the routing's counts; given to a
+ * high-throughput ncclEpDispatch only recv_topk_idx_kind is read. */
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  ncclEpTensor_t *expert_counters;          /* [L] flat: rows that chose each local expert; expert-major: padded slots */
-  ncclEpTensor_t *src_rank_counters;        /* [R] low latency, rank-major. Not supported yet */
-  ncclEpTensor_t *expert_offsets;           /* [L] expert-major: first slot of each local expert */
-  ncclEpTensor_t *recv_total_counter;       /* [1] flat: received rows; expert-major: padded slots in all */
-  ncclEpExpertIdKind_t recv_topk_idx_kind;  /* (version 2) numbering of dispatch's topk_idx output, flat layout */
+  ncclEpTensor_t *expert_counters;         /* [L] flat: rows that chose each local expert; expert-major: padded slots */
+  ncclEpTensor_t *src_rank_counters;       /* [R] low latency, rank-major. Not supported yet */
+  ncclEpTensor_t *expert_offsets;          /* [L] expert-major: first slot of each local expert */
+  ncclEpTensor_t *recv_total_counter;      /* [1] flat: received rows; expert-major: padded slots in all */
+  ncclEpExpertIdKind_t recv_topk_idx_kind; /* (version 2) numbering of dispatch's topk_idx output, flat layout */
   unsigned char padding_v2[4];
 } ncclEpLayoutInfo_t;
 #define NCCL_EP_LAYOUT_INFO_INIT NCCL_EP_STRUCT_INIT(ncclEpLayoutInfo_t, NCCL_EP_MAGIC)
@@ -390,8 +398,8 @@ NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpLayoutInfo_t, recv_topk_idx_kind, 40);
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  size_t dispatch_output_per_expert_alignment; /* expert-major: rows that an expert's zone is aligned to, any number up to
-                                                  1048576; 0 and 1: none */
+  size_t dispatch_output_per_expert_alignment; /* expert-major: rows that an expert's zone is aligned to, any number up
+                                                  to 1048576; 0 and 1: none */
 } ncclEpHandleConfig_t;
 #define NCCL_EP_HANDLE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpHandleConfig_t, NCCL_EP_MAGIC)
 #define NCCL_EP_HANDLE_CONFIG_SIZE ((unsigned int)sizeof(ncclEpHandleConfig_t))
@@ -401,7 +409,8 @@ typedef struct {
 NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpHandleConfig_t, NCCL_EP_HANDLE_CONFIG);
 NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpHandleConfig_t, NCCL_EP_HANDLE_CONFIG, 1);
 
-/* ---- Dispatch and combine structs ------------------------------------------------------------------------------------ */
+/* ---- Dispatch and combine structs
+ * ------------------------------------------------------------------------------------ */
 
 typedef struct {
   unsigned int size;
@@ -525,7 +534,8 @@ typedef struct ncclEpCompleteConfig {
 NCCL_EP_STATIC_ASSERT_STRUCT_ABI(ncclEpCompleteConfig_t, NCCL_EP_COMPLETE_CONFIG);
 NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpCompleteConfig_t, NCCL_EP_COMPLETE_CONFIG, 1);
 
-/* ---- Functions ------------------------------------------------------------------------------------------------------- */
+/* ---- Functions
+ * ------------------------------------------------------------------------------------------------------- */
 
 #ifdef __cplusplus
 extern "C" {
@@ -536,14 +546,10 @@ extern "C" {
  * Local; any thread. ncclInvalidArgument: version is NULL. */
 ncclResult_t ncclEpGetVersion(int *version);
 
-/* ncclEpTensorAlloc: a descriptor on the heap with its own copy of `sizes`. It allocates no tensor memory: the caller sets
- * `data`, or `win_hdl` and `win_offset`.
- *   tensor    out, released by ncclEpTensorDestroy
- *   ndim      1 to 8
- *   datatype  element type
- *   sizes     [ndim] extents, copied
- *   config    NULL or NCCL_EP_TENSOR_ALLOC_CONFIG_INIT
- * Local; any thread. */
+/* ncclEpTensorAlloc: a descriptor on the heap with its own copy of `sizes`. It allocates no tensor memory: the caller
+ * sets `data`, or `win_hdl` and `win_offset`. tensor    out, released by ncclEpTensorDestroy ndim      1 to 8 datatype
+ * element type sizes     [ndim] extents, copied config    NULL or NCCL_EP_TENSOR_ALLOC_CONFIG_INIT Local; any thread.
+ */
 ncclResult_t ncclEpTensorAlloc(ncclEpTensor_t **tensor, unsigned int ndim, ncclDataType_t datatype, const size_t *sizes,
                                const ncclEpTensorAllocConfig_t *config);
 
@@ -555,17 +561,17 @@ ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t *tensor);
  *   ep_group  out
  *   comm      NCCL's communicator, not NULL (PyTorch's is NULL until its first collective unless the process group was
  *             made with a device id), or one of the emulated fabric. It must outlive the group.
- *   config    not NULL; equal on all ranks except for max_num_sms, timeout_ns and alloc. Ranks compare it, and name the first
- *             field that differs with both values.
- * Collective; blocks the host. Reads the NCCL_EP_* environment. Allocates one symmetric window (its size:
- * ncclEpCalculateBufferSize), registers it, and allocates scratch by `alloc`. Not allowed while the device's stream is
- * being captured. ncclInvalidUsage also answers for several scale-up domains and other things not supported yet. */
+ *   config    not NULL; equal on all ranks except for max_num_sms, timeout_ns and alloc. Ranks compare it, and name the
+ * first field that differs with both values. Collective; blocks the host. Reads the NCCL_EP_* environment. Allocates
+ * one symmetric window (its size: ncclEpCalculateBufferSize), registers it, and allocates scratch by `alloc`. Not
+ * allowed while the device's stream is being captured. ncclInvalidUsage also answers for several scale-up domains and
+ * other things not supported yet. */
 ncclResult_t ncclEpCreateGroup(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config);
 
 /* ncclEpGroupDestroy: releases a group's window, scratch and kernels.
  * Collective, because ranks store into each other's windows: it waits until all ranks have called it. The caller has
- * synchronised its streams with the group's work. After a timeout on the group it does not wait for the others. Handles of
- * the group become invalid (further calls on them answer ncclInvalidArgument), their device memory is released; the
+ * synchronised its streams with the group's work. After a timeout on the group it does not wait for the others. Handles
+ * of the group become invalid (further calls on them answer ncclInvalidArgument), their device memory is released; the
  * handles themselves are released by ncclEpHandleDestroy, before or after. NULL is accepted. */
 ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t ep_group);
 
@@ -583,24 +589,23 @@ ncclResult_t ncclEpHandleMemSize(ncclEpGroup_t ep_group, ncclEpLayout_t layout, 
  *   layout      of this handle's dispatch outputs
  *   config      NULL: defaults
  *   num_topk    K of the routings, 1 to 32 and at most the group's num_topk, or -1: known at the first update
- *   handle_mem  NULL: the group's allocator. Else the caller's memory: 1-D ncclUint8, at least ncclEpHandleMemSize bytes, 256-byte
- *               aligned, which must outlive the handle and stays the caller's.
- * Local. With handle_mem it allocates nothing on the device and may be called while capturing; without it not.
- * Memory that already holds a routing record of this group's shape (written through another handle, moved or copied by the
- * caller) can be used by dispatch and combine without an update: give the K that wrote it; with -1 the first call reads it
- * back, which synchronises that call's stream and is refused while capturing. */
+ *   handle_mem  NULL: the group's allocator. Else the caller's memory: 1-D ncclUint8, at least ncclEpHandleMemSize
+ * bytes, 256-byte aligned, which must outlive the handle and stays the caller's. Local. With handle_mem it allocates
+ * nothing on the device and may be called while capturing; without it not. Memory that already holds a routing record
+ * of this group's shape (written through another handle, moved or copied by the caller) can be used by dispatch and
+ * combine without an update: give the K that wrote it; with -1 the first call reads it back, which synchronises that
+ * call's stream and is refused while capturing. */
 ncclResult_t ncclEpInitHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, ncclEpLayout_t layout,
                               const ncclEpHandleConfig_t *config, int num_topk, const ncclEpTensor_t *handle_mem);
 
 /* ncclEpUpdateHandle: gives a handle the routing of a batch.
- *   topk_idx     [T, K] int64 or int32 global expert ids; -1: no selection. T is at most max_dispatch_tokens_per_rank, may
- *                differ from rank to rank and may be 0 (data may then be NULL). An id outside [0, E) counts as -1 and is reported by
- *                ncclEpGetAsyncError. The same id twice in a row is two selections. May be overwritten once the stream has
- *                passed this call.
- *   layout_info  NULL, or counters to fill on the stream
- * Collective, asynchronous, capturable. Compiles at first use of a shape. */
-ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx, const ncclEpLayoutInfo_t *layout_info,
-                                cudaStream_t stream);
+ *   topk_idx     [T, K] int64 or int32 global expert ids; -1: no selection. T is at most max_dispatch_tokens_per_rank,
+ * may differ from rank to rank and may be 0 (data may then be NULL). An id outside [0, E) counts as -1 and is reported
+ * by ncclEpGetAsyncError. The same id twice in a row is two selections. May be overwritten once the stream has passed
+ * this call. layout_info  NULL, or counters to fill on the stream Collective, asynchronous, capturable. Compiles at
+ * first use of a shape. */
+ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx,
+                                const ncclEpLayoutInfo_t *layout_info, cudaStream_t stream);
 
 /* ncclEpCreateHandle: ncclEpInitHandle with memory of the group's allocator and K of topk_idx, then ncclEpUpdateHandle.
  * Collective. Not allowed while `stream` is being captured. */
@@ -608,23 +613,20 @@ ncclResult_t ncclEpCreateHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, 
                                 const ncclEpTensor_t *topk_idx, const ncclEpLayoutInfo_t *layout_info,
                                 const ncclEpHandleConfig_t *config, cudaStream_t stream);
 
-/* ncclEpHandleDestroy: releases a handle and the device memory it owns. Local. The caller has synchronised the streams that
- * work on the handle, or its allocator is stream-safe. Allowed after the group is gone. NULL is accepted. */
+/* ncclEpHandleDestroy: releases a handle and the device memory it owns. Local. The caller has synchronised the streams
+ * that work on the handle, or its allocator is stream-safe. Allowed after the group is gone. NULL is accepted. */
 ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle);
 
 /* ncclEpDispatch: takes every token to the ranks of its experts.
- *   inputs       tokens [T, H], T as in the update; any element type, moved bit for bit; H * element bytes is a multiple of 16 and at
- *                most max_token_bytes; 16-byte aligned. topk_weights [T, K] in the forward pass.
- *   outputs      tokens [rows, H] and, forward, topk_weights and (flat) topk_idx with as many rows. With a budget, rows is at least the
- *                budget (max_recv_tokens_per_rank). Eager: rows is at least what the routing needs (recv_total_counter, or
- *                ncclEpGetHostCounts); where the host knows the counts already fewer rows are refused, naming the number needed, else
- *                the rows that fit arrive and ncclEpGetAsyncError says so.
- *                Flat: token rows past the received ones stay untouched; with a budget, topk_idx and topk_weights past them are
- *                set to -1 and 0.
- *   layout_info  NULL, or recv_topk_idx_kind
- *   config       NULL: forward, no recipe
- * Collective, asynchronous, capturable. Any number of times per update. Bytes and order of the outputs depend on the inputs
- * only. */
+ *   inputs       tokens [T, H], T as in the update; any element type, moved bit for bit; H * element bytes is a
+ * multiple of 16 and at most max_token_bytes; 16-byte aligned. topk_weights [T, K] in the forward pass. outputs tokens
+ * [rows, H] and, forward, topk_weights and (flat) topk_idx with as many rows. With a budget, rows is at least the
+ *                budget (max_recv_tokens_per_rank). Eager: rows is at least what the routing needs (recv_total_counter,
+ * or ncclEpGetHostCounts); where the host knows the counts already fewer rows are refused, naming the number needed,
+ * else the rows that fit arrive and ncclEpGetAsyncError says so. Flat: token rows past the received ones stay
+ * untouched; with a budget, topk_idx and topk_weights past them are set to -1 and 0. layout_info  NULL, or
+ * recv_topk_idx_kind config       NULL: forward, no recipe Collective, asynchronous, capturable. Any number of times
+ * per update. Bytes and order of the outputs depend on the inputs only. */
 ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
                             const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                             const ncclEpDispatchConfig_t *config, cudaStream_t stream);
@@ -633,15 +635,16 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t 
  *   inputs   tokens [rows, H] BF16, FP16 or FP32, rows as in dispatch; backward also topk_weights
  *   outputs  tokens [T, H] of the same type; backward also topk_weights [T, K]
  *   config   NULL: forward, no recipe
- * y[t] is the sum over the slots that token t has, in FP32 and in a fixed order: the slots of one rank in ascending k, rounded to
- * the token type, then the ranks' sums in the order of the highest k each holds, rounded once. Weights are applied by the
- * expert side. A token without selection gets zeros. Collective, asynchronous, capturable, any number of times per update. */
+ * y[t] is the sum over the slots that token t has, in FP32 and in a fixed order: the slots of one rank in ascending k,
+ * rounded to the token type, then the ranks' sums in the order of the highest k each holds, rounded once. Weights are
+ * applied by the expert side. A token without selection gets zeros. Collective, asynchronous, capturable, any number of
+ * times per update. */
 ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
                            const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
                            cudaStream_t stream);
 
-/* ncclEpComplete: the receiving part of a staged (send_only) operation. With nothing staged it succeeds and does nothing;
- * staging is not supported yet, so there is never anything staged. */
+/* ncclEpComplete: the receiving part of a staged (send_only) operation. With nothing staged it succeeds and does
+ * nothing; staging is not supported yet, so there is never anything staged. */
 ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t *config, cudaStream_t stream);
 
 /* ncclEpMaskQuery, ncclEpMaskUpdate, ncclEpMaskClean: which ranks take part (1) or are masked (0).
@@ -653,14 +656,14 @@ ncclResult_t ncclEpMaskUpdate(ncclEpGroup_t ep_group, const int *mask, cudaStrea
 ncclResult_t ncclEpMaskClean(ncclEpGroup_t ep_group, cudaStream_t stream);
 
 /* ncclEpGetAsyncError: whether a kernel of the group has reported something.
- *   error_out  out: 0 nothing; 1 a wait timed out or was aborted, an expert id was out of range, or rows were dropped. Which of
- *              these: ncclEpGetErrorInfo (nccl_ep_ext.h).
- * Local; reads host memory, synchronises nothing. */
+ *   error_out  out: 0 nothing; 1 a wait timed out or was aborted, an expert id was out of range, or rows were dropped.
+ * Which of these: ncclEpGetErrorInfo (nccl_ep_ext.h). Local; reads host memory, synchronises nothing. */
 ncclResult_t ncclEpGetAsyncError(ncclEpGroup_t ep_group, int *error_out);
 
-/* ncclEpErrorClear: makes ncclEpGetAsyncError answer 0 until the next report. After a bad id or dropped rows the group is
- * as good as before. After a timeout or abort it is not: ranks may disagree about how many operations they have
- * finished, so collective calls on it stay refused, and the group is to be destroyed and made anew on all ranks. Local. */
+/* ncclEpErrorClear: makes ncclEpGetAsyncError answer 0 until the next report. After a bad id or dropped rows the group
+ * is as good as before. After a timeout or abort it is not: ranks may disagree about how many operations they have
+ * finished, so collective calls on it stay refused, and the group is to be destroyed and made anew on all ranks. Local.
+ */
 ncclResult_t ncclEpErrorClear(ncclEpGroup_t ep_group);
 
 #ifdef __cplusplus

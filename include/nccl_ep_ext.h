@@ -25,13 +25,13 @@ const char *ncclEpGetLastErrorString(void);
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  int code;               /* 0 none, 1 a wait timed out, 2 aborted, 3 a topk_idx was out of range, 4 overflow */
-  int rank;               /* this rank */
-  int peer;               /* rank waited for, or -1 */
-  unsigned int expected;  /* generation or count expected; rows needed for code 4 */
-  unsigned int seen;      /* generation or count seen; the budget for code 4 */
-  char phase[48];         /* for example "dispatch: rows" */
-  char text[256];         /* one line for people */
+  int code;              /* 0 none, 1 a wait timed out, 2 aborted, 3 a topk_idx was out of range, 4 overflow */
+  int rank;              /* this rank */
+  int peer;              /* rank waited for, or -1 */
+  unsigned int expected; /* generation or count expected; rows needed for code 4 */
+  unsigned int seen;     /* generation or count seen; the budget for code 4 */
+  char phase[48];        /* for example "dispatch: rows" */
+  char text[256];        /* one line for people */
 } ncclEpErrorInfo_t;
 #define NCCL_EP_ERROR_INFO_INIT NCCL_EP_STRUCT_INIT(ncclEpErrorInfo_t, NCCL_EP_MAGIC)
 ncclResult_t ncclEpGetErrorInfo(ncclEpGroup_t group, ncclEpErrorInfo_t *info);
@@ -41,14 +41,14 @@ ncclResult_t ncclEpGetErrorInfo(ncclEpGroup_t group, ncclEpErrorInfo_t *info);
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  unsigned int num_experts;      /* E, a multiple of the communicator's ranks */
-  unsigned int max_tokens;       /* B, tokens a rank dispatches at most */
-  unsigned int hidden;           /* elements of a token row */
-  unsigned int top_k;            /* K */
-  ncclDataType_t datatype;       /* of the wider of dispatch and combine */
-  unsigned int scale_bytes;      /* bytes of a token's row of scales, 0 for none */
-  int allow_hybrid;              /* size for several scale-up domains where the communicator spans them */
-  int multiple_reductions;       /* 1 (default): partial sums of a rank are rounded; 0: every slot travels */
+  unsigned int num_experts; /* E, a multiple of the communicator's ranks */
+  unsigned int max_tokens;  /* B, tokens a rank dispatches at most */
+  unsigned int hidden;      /* elements of a token row */
+  unsigned int top_k;       /* K */
+  ncclDataType_t datatype;  /* of the wider of dispatch and combine */
+  unsigned int scale_bytes; /* bytes of a token's row of scales, 0 for none */
+  int allow_hybrid;         /* size for several scale-up domains where the communicator spans them */
+  int multiple_reductions;  /* 1 (default): partial sums of a rank are rounded; 0: every slot travels */
 } ncclEpBufferSizeConfig_t;
 #ifdef __cplusplus
 }
@@ -60,8 +60,8 @@ static inline ncclEpBufferSizeConfig_t ncclEpBufferSizeConfigInit() {
 extern "C" {
 #define NCCL_EP_BUFFER_SIZE_CONFIG_INIT (ncclEpBufferSizeConfigInit())
 #else
-#define NCCL_EP_BUFFER_SIZE_CONFIG_INIT                                                                                \
-  ((ncclEpBufferSizeConfig_t){                                                                                         \
+#define NCCL_EP_BUFFER_SIZE_CONFIG_INIT \
+  ((ncclEpBufferSizeConfig_t){          \
       .size = (unsigned int)sizeof(ncclEpBufferSizeConfig_t), .magic = NCCL_EP_MAGIC, .multiple_reductions = 1})
 #endif
 
@@ -90,13 +90,13 @@ typedef struct {
   int ranks, rank;
   int scale_up_ranks, scale_up_rank;
   int scale_out_ranks, scale_out_rank;
-  int hybrid;                     /* 0: plain */
+  int hybrid; /* 0: plain */
   int num_experts, num_local_experts;
   int num_sms_update, num_sms_dispatch, num_sms_combine; /* chosen, after max_num_sms */
-  int max_in_flight;              /* staged operations that may be open at once */
+  int max_in_flight;                                     /* staged operations that may be open at once */
   size_t window_bytes, scratch_bytes;
   unsigned long long timeout_ns;
-  char backend[16];               /* "cuda" or "emu" */
+  char backend[16]; /* "cuda" or "emu" */
 } ncclEpGroupProperties_t;
 #define NCCL_EP_GROUP_PROPERTIES_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupProperties_t, NCCL_EP_MAGIC)
 ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties);
@@ -106,11 +106,11 @@ ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  unsigned int total;        /* received rows (flat), unpadded slots (expert-major) */
-  unsigned int total_padded; /* the same, padded: rows of the output */
-  unsigned int *per_source;         /* caller's [R] or NULL: rows from each rank */
-  unsigned int *per_expert;         /* caller's [L] or NULL: unpadded slots of each local expert */
-  unsigned int *per_expert_padded;  /* caller's [L] or NULL */
+  unsigned int total;              /* received rows (flat), unpadded slots (expert-major) */
+  unsigned int total_padded;       /* the same, padded: rows of the output */
+  unsigned int *per_source;        /* caller's [R] or NULL: rows from each rank */
+  unsigned int *per_expert;        /* caller's [L] or NULL: unpadded slots of each local expert */
+  unsigned int *per_expert_padded; /* caller's [L] or NULL */
 } ncclEpHostCounts_t;
 #define NCCL_EP_HOST_COUNTS_INIT NCCL_EP_STRUCT_INIT(ncclEpHostCounts_t, NCCL_EP_MAGIC)
 
@@ -118,7 +118,8 @@ typedef struct {
  * Blocks the calling thread only; not allowed while the update's stream is being captured. */
 ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *counts);
 
-/* ---- The routing record's metadata -------------------------------------------------------------------------------- */
+/* ---- The routing record's metadata --------------------------------------------------------------------------------
+ */
 
 /* Copies of the record, synchronous (the handle's last update is waited for). Caller's host arrays, NULL to skip. */
 typedef struct {
@@ -134,13 +135,14 @@ typedef struct {
 #define NCCL_EP_HANDLE_METADATA_INIT NCCL_EP_STRUCT_INIT(ncclEpHandleMetadata_t, NCCL_EP_MAGIC)
 ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata);
 
-/* ---- Compiling ahead ---------------------------------------------------------------------------------------------- */
+/* ---- Compiling ahead ----------------------------------------------------------------------------------------------
+ */
 
 typedef struct {
   unsigned int size;
   unsigned int magic;
   ncclEpLayout_t layout;
-  unsigned int hidden;          /* elements of a dispatched row */
+  unsigned int hidden; /* elements of a dispatched row */
   unsigned int top_k;
   ncclDataType_t dispatch_type; /* of dispatched tokens */
   ncclDataType_t combine_type;  /* of expert outputs */
@@ -151,18 +153,19 @@ typedef struct {
 /* Compiles and loads every kernel that calls of this shape need, so that no later call compiles. Local. */
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);
 
-/* ---- Emulated communicators ---------------------------------------------------------------------------------------- */
+/* ---- Emulated communicators ----------------------------------------------------------------------------------------
+ */
 
-/* A communicator of the emulated fabric is accepted by ncclEpCreateGroup like any other; tensors of such a group live in
- * memory from ncclEpEmuMalloc, and streams come from ncclEpEmuStreamCreate (NULL is each rank's default stream). As with
- * NCCL, collective calls of several ranks in one process come from one thread per rank. Host code may read and write
- * emulated memory directly once the stream that used it is synchronised. */
+/* A communicator of the emulated fabric is accepted by ncclEpCreateGroup like any other; tensors of such a group live
+ * in memory from ncclEpEmuMalloc, and streams come from ncclEpEmuStreamCreate (NULL is each rank's default stream). As
+ * with NCCL, collective calls of several ranks in one process come from one thread per rank. Host code may read and
+ * write emulated memory directly once the stream that used it is synchronised. */
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  unsigned long long seed;  /* schedule: same seed, same interleaving, visibility and order */
-  unsigned int num_sms;     /* resident blocks of a rank, default 8 */
-  unsigned int bug;         /* planted fault in the kernels, 0 none: tests of the emulator itself */
+  unsigned long long seed;     /* schedule: same seed, same interleaving, visibility and order */
+  unsigned int num_sms;        /* resident blocks of a rank, default 8 */
+  unsigned int bug;            /* planted fault in the kernels, 0 none: tests of the emulator itself */
   unsigned int no_weak_memory; /* 1: only random scheduling, for comparison */
 } ncclEpEmuOptions_t;
 #define NCCL_EP_EMU_OPTIONS_INIT NCCL_EP_STRUCT_INIT(ncclEpEmuOptions_t, NCCL_EP_MAGIC)
@@ -170,10 +173,10 @@ typedef struct {
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  unsigned int faults;            /* reports since the communicator was made or last asked */
-  unsigned long long switches;    /* context switches run */
-  unsigned long long clock_ns;    /* simulated clock */
-  char text[4096];                /* the first reports: cause, rank, block, thread, place */
+  unsigned int faults;         /* reports since the communicator was made or last asked */
+  unsigned long long switches; /* context switches run */
+  unsigned long long clock_ns; /* simulated clock */
+  char text[4096];             /* the first reports: cause, rank, block, thread, place */
 } ncclEpEmuReport_t;
 #define NCCL_EP_EMU_REPORT_INIT NCCL_EP_STRUCT_INIT(ncclEpEmuReport_t, NCCL_EP_MAGIC)
 

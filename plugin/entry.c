@@ -5,14 +5,13 @@
 #include "structs.h"
 #include "tensor.h"
 
-#define TAKE(call, base, type, field, from, to)                                                                        \
+#define TAKE(call, base, type, field, from, to) \
   epTakeStruct(call, #from, from, base##_V1_SIZE, field, to, (unsigned)sizeof(type))
-#define TAKE_OPTIONAL(call, base, type, field, from, to)                                                               \
+#define TAKE_OPTIONAL(call, base, type, field, from, to) \
   epTakeOptional(call, #from, from, base##_V1_SIZE, field, to, (unsigned)sizeof(type))
 
 ncclResult_t ncclEpGetVersion(int *version) {
-  if (!version)
-    return epFail(ncclInvalidArgument, "ncclEpGetVersion: version is NULL");
+  if (!version) return epFail(ncclInvalidArgument, "ncclEpGetVersion: version is NULL");
   *version = NCCL_EP_VERSION_CODE;
   return ncclSuccess;
 }
@@ -64,8 +63,7 @@ ncclResult_t ncclEpCreateHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, 
   ncclEpLayoutInfo_t info;
   ncclEpHandleConfig_t c;
   ncclResult_t r = TAKE_OPTIONAL(call, NCCL_EP_LAYOUT_INFO, ncclEpLayoutInfo_t, 4, layout_info, &info);
-  if (r == ncclSuccess)
-    r = TAKE_OPTIONAL(call, NCCL_EP_HANDLE_CONFIG, ncclEpHandleConfig_t, 8, config, &c);
+  if (r == ncclSuccess) r = TAKE_OPTIONAL(call, NCCL_EP_HANDLE_CONFIG, ncclEpHandleConfig_t, 8, config, &c);
   return r == ncclSuccess ? epHandleCreate(handle, ep_group, layout, topk_idx, &info, &c, stream) : r;
 }
 
@@ -80,12 +78,9 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t 
   ncclEpLayoutInfo_t info;
   ncclEpDispatchConfig_t c;
   ncclResult_t r = TAKE(call, NCCL_EP_DISPATCH_INPUTS, ncclEpDispatchInputs_t, 8, inputs, &in);
-  if (r == ncclSuccess)
-    r = TAKE(call, NCCL_EP_DISPATCH_OUTPUTS, ncclEpDispatchOutputs_t, 8, outputs, &out);
-  if (r == ncclSuccess)
-    r = TAKE_OPTIONAL(call, NCCL_EP_LAYOUT_INFO, ncclEpLayoutInfo_t, 4, layout_info, &info);
-  if (r == ncclSuccess)
-    r = TAKE_OPTIONAL(call, NCCL_EP_DISPATCH_CONFIG, ncclEpDispatchConfig_t, 4, config, &c);
+  if (r == ncclSuccess) r = TAKE(call, NCCL_EP_DISPATCH_OUTPUTS, ncclEpDispatchOutputs_t, 8, outputs, &out);
+  if (r == ncclSuccess) r = TAKE_OPTIONAL(call, NCCL_EP_LAYOUT_INFO, ncclEpLayoutInfo_t, 4, layout_info, &info);
+  if (r == ncclSuccess) r = TAKE_OPTIONAL(call, NCCL_EP_DISPATCH_CONFIG, ncclEpDispatchConfig_t, 4, config, &c);
   return r == ncclSuccess ? epDispatch(handle, &in, &out, &info, &c, stream) : r;
 }
 
@@ -97,10 +92,8 @@ ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *i
   ncclEpCombineOutputs_t out;
   ncclEpCombineConfig_t c;
   ncclResult_t r = TAKE(call, NCCL_EP_COMBINE_INPUTS, ncclEpCombineInputs_t, 8, inputs, &in);
-  if (r == ncclSuccess)
-    r = TAKE(call, NCCL_EP_COMBINE_OUTPUTS, ncclEpCombineOutputs_t, 8, outputs, &out);
-  if (r == ncclSuccess)
-    r = TAKE_OPTIONAL(call, NCCL_EP_COMBINE_CONFIG, ncclEpCombineConfig_t, 4, config, &c);
+  if (r == ncclSuccess) r = TAKE(call, NCCL_EP_COMBINE_OUTPUTS, ncclEpCombineOutputs_t, 8, outputs, &out);
+  if (r == ncclSuccess) r = TAKE_OPTIONAL(call, NCCL_EP_COMBINE_CONFIG, ncclEpCombineConfig_t, 4, config, &c);
   return r == ncclSuccess ? epCombine(handle, &in, &out, &c, stream) : r;
 }
 
@@ -134,16 +127,13 @@ ncclResult_t ncclEpMaskClean(ncclEpGroup_t ep_group, cudaStream_t stream) {
 
 ncclResult_t ncclEpGetAsyncError(ncclEpGroup_t ep_group, int *error_out) {
   ncclResult_t r = epGroupFind("ncclEpGetAsyncError", ep_group);
-  if (r == ncclSuccess && !error_out)
-    r = epFail(ncclInvalidArgument, "ncclEpGetAsyncError: error_out is NULL");
-  if (r == ncclSuccess)
-    *error_out = epGroupAsyncError(ep_group);
+  if (r == ncclSuccess && !error_out) r = epFail(ncclInvalidArgument, "ncclEpGetAsyncError: error_out is NULL");
+  if (r == ncclSuccess) *error_out = epGroupAsyncError(ep_group);
   return r;
 }
 
 ncclResult_t ncclEpErrorClear(ncclEpGroup_t ep_group) {
   ncclResult_t r = epGroupFind("ncclEpErrorClear", ep_group);
-  if (r == ncclSuccess)
-    epGroupErrorClear(ep_group);
+  if (r == ncclSuccess) epGroupErrorClear(ep_group);
   return r;
 }

@@ -4,9 +4,9 @@
 #include "nccl_ep_ext.h"
 #include "structs.h"
 
-#define FORWARD(call)                                                                                                  \
-  const epEmuModule *m = NULL;                                                                                         \
-  ncclResult_t r = epEmuLoad(&m);                                                                                      \
+#define FORWARD(call)             \
+  const epEmuModule *m = NULL;    \
+  ncclResult_t r = epEmuLoad(&m); \
   return r == ncclSuccess ? m->call : r
 
 ncclResult_t ncclEpEmuCommInitAll(ncclComm_t *comms, int scaleOut, int scaleUp, const ncclEpEmuOptions_t *options) {
@@ -20,8 +20,7 @@ ncclResult_t ncclEpEmuCommInitAll(ncclComm_t *comms, int scaleOut, int scaleUp, 
   if (r == ncclSuccess && (scaleOut < 1 || scaleUp < 1 || (int64_t)scaleOut * scaleUp > EP_MAX_RANKS))
     r = epFail(ncclInvalidArgument, "%s: %d domains of %d ranks: expected 1 to %u ranks", call, scaleOut, scaleUp,
                EP_MAX_RANKS);
-  if (r == ncclSuccess)
-    r = epEmuLoad(&m);
+  if (r == ncclSuccess) r = epEmuLoad(&m);
   return r == ncclSuccess ? m->commInitAll(comms, scaleOut, scaleUp, &o) : r;
 }
 
@@ -72,13 +71,10 @@ ncclResult_t ncclEpEmuWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
 ncclResult_t ncclEpEmuGetReport(ncclComm_t comm, ncclEpEmuReport_t *report) {
   ncclEpEmuReport_t out;
   const epEmuModule *m = NULL;
-  ncclResult_t r = epTakeStruct("ncclEpEmuGetReport", "report", report, (unsigned)sizeof out, 4, &out,
-                                (unsigned)sizeof out);
-  if (r == ncclSuccess)
-    r = epEmuLoad(&m);
-  if (r == ncclSuccess)
-    r = m->report(comm, &out);
-  if (r == ncclSuccess)
-    epGiveStruct(&out, sizeof out, report);
+  ncclResult_t r =
+      epTakeStruct("ncclEpEmuGetReport", "report", report, (unsigned)sizeof out, 4, &out, (unsigned)sizeof out);
+  if (r == ncclSuccess) r = epEmuLoad(&m);
+  if (r == ncclSuccess) r = m->report(comm, &out);
+  if (r == ncclSuccess) epGiveStruct(&out, sizeof out, report);
   return r;
 }

@@ -5,7 +5,8 @@
 #include "structs.h"
 
 /* Every struct of the extension has had one version so far: its size is the least. */
-#define TAKE(call, type, from, to) epTakeStruct(call, #from, from, (unsigned)sizeof(type), 4, to, (unsigned)sizeof(type))
+#define TAKE(call, type, from, to) \
+  epTakeStruct(call, #from, from, (unsigned)sizeof(type), 4, to, (unsigned)sizeof(type))
 
 const char *ncclEpGetLastErrorString(void) { return epLastError(); }
 
@@ -13,8 +14,7 @@ ncclResult_t ncclEpGetErrorInfo(ncclEpGroup_t group, ncclEpErrorInfo_t *info) {
   static const char call[] = "ncclEpGetErrorInfo";
   ncclEpErrorInfo_t out;
   ncclResult_t r = TAKE(call, ncclEpErrorInfo_t, info, &out);
-  if (r == ncclSuccess)
-    r = epGroupFind(call, group);
+  if (r == ncclSuccess) r = epGroupFind(call, group);
   if (r == ncclSuccess) {
     epGroupErrorInfo(group, &out);
     epGiveStruct(&out, sizeof out, info);
@@ -28,42 +28,33 @@ ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeCo
   ncclEpBufferSizeConfig_t c;
   ncclEpBufferSize_t out;
   ncclResult_t r = TAKE(call, ncclEpBufferSizeConfig_t, config, &c);
-  if (r == ncclSuccess)
-    r = TAKE(call, ncclEpBufferSize_t, sizes, &out);
-  if (r == ncclSuccess)
-    r = epBufferSize(comm, &c, &out);
-  if (r == ncclSuccess)
-    epGiveStruct(&out, sizeof out, sizes);
+  if (r == ncclSuccess) r = TAKE(call, ncclEpBufferSize_t, sizes, &out);
+  if (r == ncclSuccess) r = epBufferSize(comm, &c, &out);
+  if (r == ncclSuccess) epGiveStruct(&out, sizeof out, sizes);
   return r;
 }
 
 ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties) {
   ncclEpGroupProperties_t out;
   ncclResult_t r = TAKE("ncclEpGetGroupProperties", ncclEpGroupProperties_t, properties, &out);
-  if (r == ncclSuccess)
-    r = epGroupProperties(group, &out);
-  if (r == ncclSuccess)
-    epGiveStruct(&out, sizeof out, properties);
+  if (r == ncclSuccess) r = epGroupProperties(group, &out);
+  if (r == ncclSuccess) epGiveStruct(&out, sizeof out, properties);
   return r;
 }
 
 ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *counts) {
   ncclEpHostCounts_t out;
   ncclResult_t r = TAKE("ncclEpGetHostCounts", ncclEpHostCounts_t, counts, &out);
-  if (r == ncclSuccess)
-    r = epHostCountsGet(handle, &out);
-  if (r == ncclSuccess)
-    epGiveStruct(&out, sizeof out, counts);
+  if (r == ncclSuccess) r = epHostCountsGet(handle, &out);
+  if (r == ncclSuccess) epGiveStruct(&out, sizeof out, counts);
   return r;
 }
 
 ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata) {
   ncclEpHandleMetadata_t out;
   ncclResult_t r = TAKE("ncclEpGetHandleMetadata", ncclEpHandleMetadata_t, metadata, &out);
-  if (r == ncclSuccess)
-    r = epHandleMetadata(handle, &out);
-  if (r == ncclSuccess)
-    epGiveStruct(&out, sizeof out, metadata);
+  if (r == ncclSuccess) r = epHandleMetadata(handle, &out);
+  if (r == ncclSuccess) epGiveStruct(&out, sizeof out, metadata);
   return r;
 }
 

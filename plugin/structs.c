@@ -9,13 +9,12 @@ typedef struct epStructHead {
   unsigned int size, magic;
 } epStructHead;
 
-ncclResult_t epTakeStruct(const char *call, const char *name, const void *from, unsigned least, unsigned field, void *to,
-                          unsigned bytes) {
+ncclResult_t epTakeStruct(const char *call, const char *name, const void *from, unsigned least, unsigned field,
+                          void *to, unsigned bytes) {
   const epStructHead current = {bytes, NCCL_EP_MAGIC};
   epStructHead head;
   unsigned covered;
-  if (!from)
-    return epFail(ncclInvalidArgument, "%s: %s is NULL", call, name);
+  if (!from) return epFail(ncclInvalidArgument, "%s: %s is NULL", call, name);
   memcpy(&head, from, sizeof head);
   if (head.magic != NCCL_EP_MAGIC)
     return epFail(ncclInvalidArgument, "%s: %s has magic %#x: expected %#x (fill it with its _INIT macro)", call, name,
@@ -32,8 +31,7 @@ ncclResult_t epTakeStruct(const char *call, const char *name, const void *from, 
 ncclResult_t epTakeOptional(const char *call, const char *name, const void *from, unsigned least, unsigned field,
                             void *to, unsigned bytes) {
   const epStructHead current = {bytes, NCCL_EP_MAGIC};
-  if (from)
-    return epTakeStruct(call, name, from, least, field, to, bytes);
+  if (from) return epTakeStruct(call, name, from, least, field, to, bytes);
   memset(to, 0, bytes);
   memcpy(to, &current, sizeof current);
   return ncclSuccess;

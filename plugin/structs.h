@@ -7,8 +7,8 @@
 /* Copies what `size` covers of the caller's struct into `to`, zeroes the rest, and sets its size and magic. `least` is
  * the size of the first version, `field` that of the smallest field appended since: a size that cuts a field leaves it
  * out whole. Refuses a struct without magic or smaller than its first version. */
-ncclResult_t epTakeStruct(const char *call, const char *name, const void *from, unsigned least, unsigned field, void *to,
-                          unsigned bytes);
+ncclResult_t epTakeStruct(const char *call, const char *name, const void *from, unsigned least, unsigned field,
+                          void *to, unsigned bytes);
 /* The same where the caller may pass NULL for defaults. */
 ncclResult_t epTakeOptional(const char *call, const char *name, const void *from, unsigned least, unsigned field,
                             void *to, unsigned bytes);
