@@ -1,6 +1,5 @@
 /* The star of connections between the processes of a run. Every wait is bounded, so that a rank that never starts, or
  * dies, ends the others with a line that says whom they waited for. */
-#define _GNU_SOURCE
 #include "bootstrap.h"
 
 #include <arpa/inet.h>

@@ -1,6 +1,5 @@
 /* Comparison of one rank's results with the reference. Rows are generated when they are compared, from the hash that made
  * the inputs: no rank needs another's memory, and nothing large is kept. */
-#define _GNU_SOURCE
 #include "check.h"
 
 #include <math.h>
@@ -150,13 +149,13 @@ static void conclude(const comparison *c, uint64_t rows) {
                (unsigned long long)c->wrongRows, (unsigned long long)rows);
 }
 
-static void dispatchTokens(epLayer *layer, const epCheckCase *what, epDataKind kind, const unsigned char *got,
-                           unsigned char *want) {
+static void dispatchTokens(epLayer *layer, const epCheckCase *what, epDataKind kind, int backward,
+                           const unsigned char *got, unsigned char *want) {
   const epLayerConfig *c = &layer->config;
   uint32_t rank = (uint32_t)layer->port->rank;
   const epRefRank *mine = &what->ref->rank[rank];
   comparison cmp = {.rank = layer->port->rank,
-                    .tensor = kind == EP_DATA_TOKEN ? "dispatch: tokens" : "dispatch (backward): tokens"};
+                    .tensor = backward ? "dispatch (backward): tokens" : "dispatch: tokens"};
   size_t row = epLayerRowBytes(c);
   for (uint64_t i = 0; i < mine->rows; i++) {
     epRefRow from = mine->row[i];
@@ -212,7 +211,7 @@ static void dispatchIndices(epLayer *layer, const epCheckCase *what, const int64
   conclude(&cmp, filled);
 }
 
-int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, uint64_t *hash) {
+int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, int backward, uint64_t *hash) {
   const epLayerConfig *c = &layer->config;
   void *tokens = NULL, *weights = NULL, *idx = NULL, *want = malloc(epLayerRowBytes(c) + 8);
   int rc = -1;
@@ -222,9 +221,9 @@ int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, ui
   }
   if (epLayerRead(layer, &layer->outTokens, layer->outTokens.bytes, &tokens))
     goto done;
-  dispatchTokens(layer, what, kind, tokens, want);
+  dispatchTokens(layer, what, kind, backward, tokens, want);
   take(hash, tokens, layer->outTokens.bytes);
-  if (kind == EP_DATA_TOKEN) {
+  if (!backward) {
     if (epLayerRead(layer, &layer->outWeights, layer->outWeights.bytes, &weights))
       goto done;
     dispatchWeights(layer, what, weights);

@@ -19,7 +19,7 @@ int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what);
 
 /* Compare what is in the layer's buffers; the stream is idle. hash, if not NULL, takes in every byte of the outputs. -1:
  * could not compare; wrong values are counted as failures and return 0. */
-int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, uint64_t *hash);
+int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, int backward, uint64_t *hash);
 int epCheckCombine(epLayer *layer, const epCheckCase *what, int backward, uint64_t *hash);
 int epCheckCounts(epLayer *layer, const epCheckCase *what);
 int epCheckMetadata(epLayer *layer, const epCheckCase *what);

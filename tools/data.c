@@ -1,6 +1,5 @@
 /* Test data from a hash, so that any process can say what any rank holds without asking it. The hash is splitmix64's
  * finaliser: fast enough to fill gigabytes, good enough that neighbouring rows differ everywhere. */
-#define _GNU_SOURCE
 #include "data.h"
 
 #include <errno.h>

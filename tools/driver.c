@@ -1,6 +1,5 @@
 /* Binds the CUDA driver and NCCL by name, once a process. A missing library or symbol is an answer, not a failure: the
  * caller says what it means. */
-#define _GNU_SOURCE
 #include "driver.h"
 
 #include <dlfcn.h>

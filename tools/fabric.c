@@ -1,6 +1,5 @@
 /* Ranks on GPUs or on the emulated fabric behind one interface. The two differ only where the comments say so; a barrier
  * that one rank cannot reach any more returns an error to the others instead of holding them. */
-#define _GNU_SOURCE
 #include "fabric.h"
 
 #include <errno.h>

@@ -1,5 +1,4 @@
 /* Failures of the tools: a counter, the first line, and the watch. Nothing here is on a timed path. */
-#define _GNU_SOURCE
 #include "failure.h"
 
 #include <pthread.h>
@@ -16,6 +15,7 @@ static unsigned watchSeconds, failures;
 static unsigned long watchRound; /* a watch of an older round has nothing to do */
 static int watching;
 static char firstLine[1024];
+static _Thread_local unsigned failuresHere;
 
 void epToolInit(const char *name, unsigned seconds) {
   toolName = name;
@@ -57,6 +57,7 @@ int epToolFail(const char *format, ...) {
   va_start(args, format);
   vsnprintf(line, sizeof(line), format, args);
   va_end(args);
+  failuresHere++;
   pthread_mutex_lock(&lock);
   if (!failures)
     snprintf(firstLine, sizeof(firstLine), "%s", line);
@@ -77,6 +78,8 @@ unsigned epToolFailures(void) {
   pthread_mutex_unlock(&lock);
   return count;
 }
+
+unsigned epToolFailuresHere(void) { return failuresHere; }
 
 const char *epToolFirstFailure(void) { return firstLine; }
 

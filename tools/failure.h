@@ -14,6 +14,7 @@ void epToolInit(const char *name, unsigned watchSeconds);
 /* Always -1, so that callers can write `return epToolFail(...)`. Prints the first 20 lines only. */
 int epToolFail(const char *format, ...) EP_TOOL_PRINTF(1, 2);
 unsigned epToolFailures(void);
+unsigned epToolFailuresHere(void); /* of the calling thread */
 /* First line reported, "" when none. */
 const char *epToolFirstFailure(void);
 /* Ends the watch: the threads came back. A later failure starts it again. */

@@ -1,6 +1,5 @@
 /* One rank's half of a MoE layer over the public interface. Buffers are allocated with guard bands that are filled once and
  * inspected after runs: whatever writes outside its tensor is seen, also on GPUs. */
-#define _GNU_SOURCE
 #include "layer.h"
 
 #include <stdlib.h>

@@ -1,0 +1,34 @@
+/* What ep_bench was asked to do: the command line, with defaults that depend on the machine. */
+#ifndef EP_TOOLS_BENCH_OPTIONS_H_
+#define EP_TOOLS_BENCH_OPTIONS_H_
+
+#include "data.h"
+#include "fabric.h"
+#include "reference.h"
+
+enum { EP_OP_DISPATCH = 1, EP_OP_COMBINE = 2 };
+
+typedef struct epBenchOptions {
+  epFabricOptions fabric;
+  unsigned ops;
+  epRefLayout layout;
+  epRefType type;
+  const char *tokensText, *routingText, *bugText, *jsonPath, *backendText;
+  uint32_t ranks;                      /* filled in when the machine is known */
+  uint32_t *tokensLow, *tokensHigh;    /* [ranks] */
+  uint32_t maxTokens, hidden, topk, experts, align;
+  epRouteSpec route;
+  unsigned long long seed;
+  unsigned schedules, sms, warmup, iters;
+  int check, backward, index32, limits, parts;
+  long long maxRecv; /* -1: worst case; 0: eager */
+  char command[1024];
+} epBenchOptions;
+
+/* Parses the command line; exits the process for --help and for syntax, as argp does. */
+int epBenchParse(int argc, char **argv, epBenchOptions *options);
+/* Fills in what depends on the number of ranks and on the backend. */
+int epBenchResolve(epBenchOptions *options);
+void epBenchFree(epBenchOptions *options);
+
+#endif

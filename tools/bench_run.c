@@ -1,0 +1,423 @@
+/* What one rank does in a run of ep_bench. Times are taken on the stream while all ranks hold it, so that neither the launch
+ * nor the skew of the host shows up in them; each iteration takes the next prepared routing. */
+#include "bench_run.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "failure.h"
+
+enum { PART_UPDATE = 1, PART_DISPATCH = 2, PART_COMBINE = 4, PART_BACKWARD = 8 };
+
+/* ---- Routings ------------------------------------------------------------------------------------------------------ */
+
+static int anyRange(const epBenchOptions *o) {
+  for (uint32_t r = 0; r < o->ranks; r++)
+    if (o->tokensLow[r] != o->tokensHigh[r])
+      return 1;
+  return 0;
+}
+
+static void configureLayer(epBench *bench) {
+  const epBenchOptions *o = bench->options;
+  int repeats = o->route.kind == EP_ROUTE_REPEATED || o->route.kind == EP_ROUTE_FILE;
+  epLayerConfig *c = &bench->layer;
+  *c = (epLayerConfig){.type = o->type,
+                       .layout = o->layout,
+                       .hidden = o->hidden,
+                       .experts = o->experts,
+                       .topk = o->topk,
+                       .maxTokens = o->maxTokens,
+                       .align = o->align,
+                       .index32 = o->index32,
+                       .backward = o->backward,
+                       .routings = bench->routings,
+                       .sms = o->sms,
+                       .timeoutMs = o->fabric.timeoutMs};
+  c->capacity = o->maxRecv > 0 ? (uint64_t)o->maxRecv : epLayerWorstRows(c, (int)o->ranks, repeats);
+  c->budget = o->maxRecv ? c->capacity : 0;
+  bench->result->budget = c->budget;
+}
+
+int epBenchPrepare(epBench *bench, uint64_t seed) {
+  const epBenchOptions *o = bench->options;
+  bench->seed = seed;
+  bench->routings = anyRange(o) ? EP_LAYER_ROUTINGS : 4;
+  configureLayer(bench);
+  for (unsigned i = 0; i < bench->routings; i++) {
+    epRouting *routing = &bench->routing[i];
+    epRefRouting in = {.ranks = o->ranks,
+                       .experts = o->experts,
+                       .topk = o->topk,
+                       .layout = o->layout,
+                       .align = o->align,
+                       .budget = bench->layer.budget};
+    int rc;
+    if (epRoutingMake(&o->route, epDataHash(seed, 101, i), routing))
+      return -1;
+    in.tokens = routing->tokens;
+    in.topkIdx = (const int64_t *const *)routing->idx;
+    rc = epRefCreate(&in, &bench->ref[i]);
+    if (rc)
+      return epToolFail("reference: %s", strerror(rc));
+  }
+  return 0;
+}
+
+void epBenchRelease(epBench *bench) {
+  for (unsigned i = 0; i < EP_LAYER_ROUTINGS; i++) {
+    epRefDestroy(bench->ref[i]);
+    bench->ref[i] = NULL;
+    epRoutingFree(&bench->routing[i]);
+  }
+}
+
+static epCheckCase caseOf(const epBench *bench, unsigned routing) {
+  unsigned scaleUp = bench->options->fabric.scaleUp;
+  return (epCheckCase){.ref = bench->ref[routing],
+                       .routing = &bench->routing[routing],
+                       .seed = epDataHash(bench->seed, 202, routing),
+                       .scaleUp = scaleUp ? scaleUp : bench->options->ranks};
+}
+
+/* ---- Bytes --------------------------------------------------------------------------------------------------------- */
+
+typedef struct traffic {
+  double alg, bus, rows;
+} traffic;
+
+/* Largest of the ranks, mean over the routings. */
+static traffic trafficOf(const epBench *bench) {
+  traffic sum = {0, 0, 0};
+  double rowBytes = (double)epLayerRowBytes(&bench->layer);
+  for (unsigned i = 0; i < bench->routings; i++) {
+    const epRef *ref = bench->ref[i];
+    traffic most = {0, 0, 0};
+    for (uint32_t r = 0; r < ref->in.ranks; r++) {
+      double in = 0, out = 0, own = (double)ref->rank[r].perSource[r];
+      for (uint32_t s = 0; s < ref->in.ranks; s++) {
+        in += (double)ref->rank[r].perSource[s];
+        out += (double)ref->rank[s].perSource[r];
+      }
+      most.alg = in > most.alg ? in : most.alg;
+      most.bus = in - own > most.bus ? in - own : most.bus;
+      most.bus = out - own > most.bus ? out - own : most.bus;
+      most.rows = (double)ref->rank[r].rows > most.rows ? (double)ref->rank[r].rows : most.rows;
+    }
+    sum.alg += most.alg * rowBytes / bench->routings;
+    sum.bus += most.bus * rowBytes / bench->routings;
+    sum.rows += most.rows / bench->routings;
+  }
+  return sum;
+}
+
+/* The row of an operation, for the rank that keeps the result; NULL for the others. */
+static epBenchRow *rowFor(epBench *bench, epPort *port, const char *name) {
+  traffic t = trafficOf(bench);
+  epBenchRow *row = port->rank ? NULL : epBenchRowOf(bench->result, name);
+  if (row) {
+    row->algBytes = t.alg;
+    row->busBytes = t.bus;
+    bench->result->outputRows = t.rows;
+  }
+  return row;
+}
+
+/* ---- Header -------------------------------------------------------------------------------------------------------- */
+
+static int collectHeader(epBench *bench, epLayer *layer) {
+  const epBenchOptions *o = bench->options;
+  epPort *port = layer->port;
+  epBenchRank mine = {.rank = port->rank, .device = port->device, .pid = (long)getpid()}, *all;
+  ncclEpBufferSizeConfig_t sizing = NCCL_EP_BUFFER_SIZE_CONFIG_INIT;
+  ncclEpGroupProperties_t properties = NCCL_EP_GROUP_PROPERTIES_INIT;
+  ncclEpBufferSize_t sizes = NCCL_EP_BUFFER_SIZE_INIT;
+  snprintf(mine.name, sizeof(mine.name), "%s", port->name);
+  gethostname(mine.host, sizeof(mine.host) - 1);
+  sizing.num_experts = o->experts;
+  sizing.max_tokens = o->maxTokens;
+  sizing.hidden = o->hidden;
+  sizing.top_k = o->topk;
+  sizing.datatype = o->type == EP_REF_BF16 ? ncclBfloat16 : o->type == EP_REF_F16 ? ncclFloat16 : ncclFloat32;
+  if (ncclEpGetGroupProperties(layer->group, &properties) != ncclSuccess)
+    return epToolFail("rank %d: ncclEpGetGroupProperties: %s", port->rank, ncclEpGetLastErrorString());
+  if (ncclEpCalculateBufferSize(port->comm, &sizing, &sizes) != ncclSuccess)
+    return epToolFail("rank %d: ncclEpCalculateBufferSize: %s", port->rank, ncclEpGetLastErrorString());
+  if (sizes.window_bytes != properties.window_bytes)
+    epToolFail("rank %d: ncclEpCalculateBufferSize says %zu bytes of window, the group has %zu", port->rank,
+               sizes.window_bytes, properties.window_bytes);
+  all = calloc((size_t)port->ranks, sizeof(*all));
+  if (!all)
+    return epToolFail("out of host memory");
+  if (epPortGather(port, &mine, all, sizeof(mine))) {
+    free(all);
+    return -1;
+  }
+  if (port->rank || bench->headerPrinted) {
+    free(all);
+    return 0;
+  }
+  bench->result->ranks = all;
+  bench->result->properties = properties;
+  bench->result->sizes = sizes;
+  bench->result->cuda = port->cuda;
+  bench->result->routings = (int)bench->routings;
+  snprintf(bench->result->versions, sizeof(bench->result->versions), "%s", epFabricVersions(bench->fabric));
+  bench->headerPrinted = 1;
+  epBenchPrintHeader(bench->result);
+  return 0;
+}
+
+/* ---- Checks -------------------------------------------------------------------------------------------------------- */
+
+/* What a finished run left behind besides its outputs. -1: the group cannot be used further. */
+static int settle(epLayer *layer, const epCheckCase *what) {
+  int rc = epPortSync(layer->port);
+  rc |= epPortFaults(layer->port);
+  rc |= epCheckErrors(layer, what);
+  rc |= epLayerCheckGuards(layer);
+  return rc ? -1 : 0;
+}
+
+/* Adds the ranks' failures since `before` to an operation's row. */
+static int attribute(epBench *bench, epPort *port, const char *name, unsigned before) {
+  unsigned mine = epToolFailuresHere() - before, *all = calloc((size_t)port->ranks, sizeof(*all));
+  epBenchRow *row;
+  int rc = -1;
+  if (!all)
+    return epToolFail("out of host memory");
+  if (epPortGather(port, &mine, all, sizeof(mine)))
+    goto done;
+  row = rowFor(bench, port, name);
+  for (int r = 0; row && r < port->ranks; r++)
+    row->errors = (row->errors == -1u ? 0 : row->errors) + all[r];
+  rc = 0;
+done:
+  free(all);
+  return rc;
+}
+
+typedef struct hashes {
+  uint64_t dispatch, combine, dispatchBackward, combineBackward;
+} hashes;
+
+static int checkForward(epBench *bench, epLayer *layer, unsigned routing, hashes *h) {
+  epCheckCase what = caseOf(bench, routing);
+  unsigned before = epToolFailuresHere();
+  if (epLayerSetIndices(layer, routing, what.routing->idx[layer->port->rank], what.routing->tokens[layer->port->rank]) ||
+      epCheckUploadTokens(layer, &what, EP_DATA_TOKEN) || epCheckUploadOutputs(layer, &what) || epLayerPrefill(layer) ||
+      epPortBarrier(layer->port))
+    return -1;
+  if (epLayerUpdate(layer, routing) || epLayerDispatch(layer, 0) || epLayerCombine(layer, 0) || settle(layer, &what))
+    return -1;
+  if (epCheckCounts(layer, &what) || epCheckMetadata(layer, &what) ||
+      epCheckDispatch(layer, &what, EP_DATA_TOKEN, 0, &h->dispatch) ||
+      attribute(bench, layer->port, "dispatch", before))
+    return -1;
+  before = epToolFailuresHere();
+  return epCheckCombine(layer, &what, 0, &h->combine) || attribute(bench, layer->port, "combine", before) ? -1 : 0;
+}
+
+/* Along the record that the forward pass left. */
+static int checkBackward(epBench *bench, epLayer *layer, unsigned routing, hashes *h) {
+  epCheckCase what = caseOf(bench, routing);
+  unsigned before = epToolFailuresHere();
+  if (epCheckUploadTokens(layer, &what, EP_DATA_GRADIENT) || epLayerPrefill(layer) || epPortBarrier(layer->port))
+    return -1;
+  if (epLayerDispatch(layer, 1) || epLayerCombine(layer, 1) || settle(layer, &what))
+    return -1;
+  if (epCheckDispatch(layer, &what, EP_DATA_GRADIENT, 1, &h->dispatchBackward) ||
+      attribute(bench, layer->port, "dispatch-bwd", before))
+    return -1;
+  before = epToolFailuresHere();
+  return epCheckCombine(layer, &what, 1, &h->combineBackward) || attribute(bench, layer->port, "combine-bwd", before) ? -1
+                                                                                                                      : 0;
+}
+
+/* Routing 0, then another with other data, then routing 0 again, which must give the same bytes. */
+static int checkAll(epBench *bench, epLayer *layer) {
+  static const unsigned order[] = {0, 1, 0};
+  hashes h[3];
+  memset(h, 0, sizeof(h));
+  for (int i = 0; i < 3; i++)
+    if (checkForward(bench, layer, order[i], &h[i]) ||
+        (bench->options->backward && checkBackward(bench, layer, order[i], &h[i])))
+      return -1;
+  if (h[0].dispatch != h[2].dispatch || h[0].dispatchBackward != h[2].dispatchBackward)
+    epToolFail("rank %d: dispatch: two runs on the same inputs gave different bytes", layer->port->rank);
+  if (h[0].combine != h[2].combine || h[0].combineBackward != h[2].combineBackward)
+    epToolFail("rank %d: combine: two runs on the same inputs gave different bytes", layer->port->rank);
+  return 0;
+}
+
+/* ---- Times --------------------------------------------------------------------------------------------------------- */
+
+static int runParts(epLayer *layer, unsigned parts, unsigned routing) {
+  int backward = (parts & PART_BACKWARD) != 0;
+  if ((parts & PART_UPDATE) && epLayerUpdate(layer, routing))
+    return -1;
+  if ((parts & PART_DISPATCH) && epLayerDispatch(layer, backward))
+    return -1;
+  return (parts & PART_COMBINE) && epLayerCombine(layer, backward) ? -1 : 0;
+}
+
+/* The largest of the ranks' times becomes a sample of the row. */
+static int keepSample(epPort *port, epBenchRow *row) {
+  double mine = 0, largest = 0, *all = calloc((size_t)port->ranks, sizeof(*all));
+  int rc = -1;
+  if (!all)
+    return epToolFail("out of host memory");
+  if (epPortElapsed(port, 0, 1, &mine) || epPortGather(port, &mine, all, sizeof(mine)))
+    goto done;
+  for (int r = 0; r < port->ranks; r++)
+    largest = all[r] > largest ? all[r] : largest;
+  rc = row ? epBenchAddSample(row, largest) : 0;
+done:
+  free(all);
+  return rc;
+}
+
+static int timeParts(epBench *bench, epLayer *layer, const char *name, unsigned parts) {
+  const epBenchOptions *o = bench->options;
+  epPort *port = layer->port;
+  epBenchRow *row = rowFor(bench, port, name);
+  for (unsigned i = 0; i < o->warmup + o->iters; i++) {
+    unsigned routing = i % bench->routings;
+    /* Eager updates wait on the host for their counts; the first call may load a kernel, which can wait for the stream. */
+    int hold = i > 0 && bench->layer.budget;
+    if (!(parts & PART_UPDATE) && epLayerUpdate(layer, routing))
+      return -1;
+    if (epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port)))
+      return -1;
+    if (epPortMark(port, 0) || runParts(layer, parts, routing) || epPortMark(port, 1))
+      return -1;
+    if ((hold && epPortRelease(port)) || epPortSync(port))
+      return -1;
+    if (i >= o->warmup && keepSample(port, row))
+      return -1;
+  }
+  return 0;
+}
+
+/* Inputs for every routing, so that no iteration reads memory that nothing wrote. */
+static int uploadAll(epBench *bench, epLayer *layer) {
+  for (unsigned i = 0; i < bench->routings; i++) {
+    epCheckCase what = caseOf(bench, i);
+    if (epLayerSetIndices(layer, i, what.routing->idx[layer->port->rank], what.routing->tokens[layer->port->rank]) ||
+        epCheckUploadTokens(layer, &what, EP_DATA_TOKEN) || epCheckUploadOutputs(layer, &what))
+      return -1;
+  }
+  return 0;
+}
+
+static int timeAll(epBench *bench, epLayer *layer) {
+  const epBenchOptions *o = bench->options;
+  int dispatch = (o->ops & EP_OP_DISPATCH) != 0, combine = (o->ops & EP_OP_COMBINE) != 0;
+  if (dispatch && timeParts(bench, layer, "dispatch", PART_UPDATE | PART_DISPATCH))
+    return -1;
+  if (combine && timeParts(bench, layer, "combine", PART_COMBINE))
+    return -1;
+  if (o->backward && dispatch && timeParts(bench, layer, "dispatch-bwd", PART_DISPATCH | PART_BACKWARD))
+    return -1;
+  if (o->backward && combine && timeParts(bench, layer, "combine-bwd", PART_COMBINE | PART_BACKWARD))
+    return -1;
+  if (!o->parts)
+    return 0;
+  return timeParts(bench, layer, "update", PART_UPDATE) || timeParts(bench, layer, "dispatch-cached", PART_DISPATCH) ||
+                 timeParts(bench, layer, "all", PART_UPDATE | PART_DISPATCH | PART_COMBINE)
+             ? -1
+             : 0;
+}
+
+/* ---- Limits -------------------------------------------------------------------------------------------------------- */
+
+static int timeCopy(epBench *bench, epLayer *layer, const char *name, void *to, const void *from, double bytes,
+                    int crosses) {
+  const epBenchOptions *o = bench->options;
+  epPort *port = layer->port;
+  epBenchRow *row = port->rank ? NULL : epBenchRowOf(bench->result, name);
+  if (row) {
+    row->algBytes = bytes;
+    row->busBytes = crosses ? bytes : 0;
+  }
+  for (unsigned i = 0; i < o->warmup + o->iters; i++) {
+    if (epPortBarrier(port) || epPortHold(port) || epPortMark(port, 0) ||
+        epPortCopyAsync(port, to, from, (size_t)bytes) || epPortMark(port, 1) || epPortRelease(port) || epPortSync(port))
+      return -1;
+    if (i >= o->warmup && keepSample(port, row))
+      return -1;
+  }
+  return 0;
+}
+
+/* The same bytes by the copy engine to the next rank, all ranks at once; and an output's bytes inside the memory. */
+static int timeLimits(epBench *bench, epLayer *layer) {
+  epPort *port = layer->port;
+  traffic t = trafficOf(bench);
+  double room = (double)layer->outTokens.bytes, local = t.rows * (double)epLayerRowBytes(&bench->layer);
+  void **peers = calloc((size_t)port->ranks, sizeof(*peers));
+  int rc = -1;
+  if (!peers)
+    return epToolFail("out of host memory");
+  if (epPortMapPeers(port, layer->outTokens.base, peers))
+    goto done;
+  if (port->ranks > 1) {
+    unsigned char *next = peers[(port->rank + 1) % port->ranks];
+    double bytes = t.bus < room ? t.bus : room;
+    if (timeCopy(bench, layer, "limit-copy-engine", next + (layer->outTokens.data - layer->outTokens.base),
+                 layer->expertOut.data, bytes, 1))
+      goto done;
+  }
+  rc = timeCopy(bench, layer, "limit-local-copy", layer->outTokens.data, layer->expertOut.data,
+                local < room ? local : room, 0);
+  rc |= epPortBarrier(port);
+done:
+  epPortUnmapPeers(port, peers);
+  free(peers);
+  return rc ? -1 : 0;
+}
+
+/* ---- The run ------------------------------------------------------------------------------------------------------- */
+
+/* So that the process that prints knows of failures elsewhere. */
+static int tellAll(epPort *port) {
+  unsigned mine = epToolFailuresHere(), others = 0, *all = calloc((size_t)port->ranks, sizeof(*all));
+  if (!all)
+    return epToolFail("out of host memory");
+  if (epPortGather(port, &mine, all, sizeof(mine))) {
+    free(all);
+    return -1;
+  }
+  for (int r = 0; r < port->ranks; r++)
+    others += all[r];
+  free(all);
+  if (others && !epToolFailures())
+    return epToolFail("rank %d: other ranks report %u failures", port->rank, others);
+  return 0;
+}
+
+int epBenchRun(epPort *port, void *context) {
+  epBench *bench = context;
+  const epBenchOptions *o = bench->options;
+  epLayer *layer = NULL;
+  int rc = epLayerOpen(port, &bench->layer, &layer);
+  if (rc) {
+    epPortFaults(port);
+    return -1;
+  }
+  rc = collectHeader(bench, layer);
+  if (!rc && o->check)
+    rc = checkAll(bench, layer);
+  if (!rc && o->iters)
+    rc = uploadAll(bench, layer) || timeAll(bench, layer);
+  if (!rc && o->limits)
+    rc = timeLimits(bench, layer);
+  if (!rc)
+    rc = tellAll(port);
+  rc |= epPortFaults(port);
+  rc |= epLayerClose(layer);
+  return rc ? -1 : 0;
+}

@@ -1,0 +1,343 @@
+/* Fills a kernel cache ahead of time, on a machine that need not have a GPU: for container images, and so that the first
+ * step of a job compiles nothing. Kernels are chosen by the runtime's own functions, so the keys are those it will ask for. */
+#include <argp.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "cuda_targets.h"
+#include "fail.h"
+#include "group.h"
+#include "jit_ext.h"
+#include "policy.h"
+#include "tensor.h"
+
+#define MAX_VALUES 32
+#define MAX_THREADS 64
+
+const char *argp_program_version = "ep_precompile 0.1.0";
+static const char doc[] = "Compile dispatch and combine kernels into a cache folder.\v"
+                          "Every combination of the listed values is compiled. Lists are separated by commas.\n"
+                          "Example, DeepSeek-V3 on 8 and 16 Hopper GPUs:\n"
+                          "  ep_precompile --arch 90 --ranks 8,16 --experts 256 --topk 8 --hidden 7168";
+
+enum { OPT_CACHE = 256, OPT_DISPATCH, OPT_COMBINE, OPT_LAYOUT, OPT_INDEX, OPT_BACKWARD };
+static const struct argp_option options[] = {
+    {"arch", 'a', "LIST", 0, "targets, as 80, 90, 100, 120 (default 80,90,100,120)", 0},
+    {"ranks", 'r', "LIST", 0, "ranks of the group (default 8)", 0},
+    {"experts", 'e', "LIST", 0, "experts of the group (default 256)", 0},
+    {"topk", 'k', "LIST", 0, "top-k (default 8)", 0},
+    {"hidden", 'H', "LIST", 0, "elements of a token (default 7168)", 0},
+    {"dispatch-type", OPT_DISPATCH, "TYPE", 0, "of dispatched tokens: bf16, f16, f32, fp8 (default bf16)", 0},
+    {"combine-type", OPT_COMBINE, "TYPE", 0, "of expert outputs: bf16, f16, f32 (default bf16)", 0},
+    {"layout", OPT_LAYOUT, "LAYOUT", 0, "flat, expert-major or both (default both)", 0},
+    {"index", OPT_INDEX, "TYPE", 0, "of topk_idx: int64, int32 or both (default int64)", 0},
+    {"backward", OPT_BACKWARD, NULL, 0, "also the kernels of the backward pass", 0},
+    {"cache-dir", OPT_CACHE, "DIR", 0, "the folder (default: the one the library uses)", 0},
+    {"jobs", 'j', "N", 0, "compile N at once (default: all cores, at most 8)", 0},
+    {"quiet", 'q', NULL, 0, "only the summary", 0},
+    {0}};
+
+typedef struct {
+  unsigned values[MAX_VALUES];
+  int count;
+} list;
+
+typedef struct {
+  list archs, ranks, experts, topks, hiddens;
+  ncclDataType_t dispatchType, combineType;
+  int flat, expertMajor, index64, index32, backward, jobs, quiet;
+  const char *cacheDir;
+} precompile;
+
+typedef struct {
+  int kernel, arch;
+  unsigned hidden;
+  epConfig config;
+} job;
+
+static struct {
+  pthread_mutex_t mutex;
+  job *jobs;
+  int count, room, next, failed, found;
+  epJit *jit;
+  int quiet;
+} work = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+
+static void parseList(struct argp_state *state, const char *name, char *text, list *out) {
+  out->count = 0;
+  for (char *save = NULL, *at = strtok_r(text, ",", &save); at; at = strtok_r(NULL, ",", &save)) {
+    char *end;
+    unsigned long v = strtoul(at, &end, 10);
+    if (*end || end == at || v == 0 || v > 1u << 20)
+      argp_error(state, "--%s: '%s' is not a number from 1 to 1048576", name, at);
+    if (out->count == MAX_VALUES)
+      argp_error(state, "--%s: more than %d values", name, MAX_VALUES);
+    out->values[out->count++] = (unsigned)v;
+  }
+  if (!out->count)
+    argp_error(state, "--%s: empty list", name);
+}
+
+static ncclDataType_t parseType(struct argp_state *state, const char *name, const char *text, int combine) {
+  if (!strcmp(text, "bf16"))
+    return ncclBfloat16;
+  if (!strcmp(text, "f16"))
+    return ncclFloat16;
+  if (!strcmp(text, "f32"))
+    return ncclFloat32;
+  if (!combine && !strcmp(text, "fp8"))
+    return ncclFloat8e4m3;
+  argp_error(state, "--%s: '%s': expected bf16, f16, f32%s", name, text, combine ? "" : " or fp8");
+  return ncclBfloat16;
+}
+
+static error_t parse(int key, char *arg, struct argp_state *state) {
+  precompile *p = state->input;
+  switch (key) {
+  case 'a':
+    parseList(state, "arch", arg, &p->archs);
+    return 0;
+  case 'r':
+    parseList(state, "ranks", arg, &p->ranks);
+    return 0;
+  case 'e':
+    parseList(state, "experts", arg, &p->experts);
+    return 0;
+  case 'k':
+    parseList(state, "topk", arg, &p->topks);
+    return 0;
+  case 'H':
+    parseList(state, "hidden", arg, &p->hiddens);
+    return 0;
+  case OPT_DISPATCH:
+    p->dispatchType = parseType(state, "dispatch-type", arg, 0);
+    return 0;
+  case OPT_COMBINE:
+    p->combineType = parseType(state, "combine-type", arg, 1);
+    return 0;
+  case OPT_LAYOUT:
+    p->flat = !strcmp(arg, "flat") || !strcmp(arg, "both");
+    p->expertMajor = !strcmp(arg, "expert-major") || !strcmp(arg, "both");
+    if (!p->flat && !p->expertMajor)
+      argp_error(state, "--layout: '%s': expected flat, expert-major or both", arg);
+    return 0;
+  case OPT_INDEX:
+    p->index64 = !strcmp(arg, "int64") || !strcmp(arg, "both");
+    p->index32 = !strcmp(arg, "int32") || !strcmp(arg, "both");
+    if (!p->index64 && !p->index32)
+      argp_error(state, "--index: '%s': expected int64, int32 or both", arg);
+    return 0;
+  case OPT_BACKWARD:
+    p->backward = 1;
+    return 0;
+  case OPT_CACHE:
+    p->cacheDir = arg;
+    return 0;
+  case 'j':
+    p->jobs = atoi(arg);
+    if (p->jobs < 1 || p->jobs > MAX_THREADS)
+      argp_error(state, "--jobs: '%s' is not from 1 to %d", arg, MAX_THREADS);
+    return 0;
+  case 'q':
+    p->quiet = 1;
+    return 0;
+  case ARGP_KEY_ARG:
+    argp_error(state, "unexpected argument '%s'", arg);
+    return 0;
+  default:
+    return ARGP_ERR_UNKNOWN;
+  }
+}
+
+static int addJob(int kernel, int arch, unsigned hidden, const epConfig *config) {
+  for (int i = 0; i < work.count; i++)
+    if (work.jobs[i].kernel == kernel && work.jobs[i].arch == arch &&
+        memcmp(&work.jobs[i].config, config, sizeof(*config)) == 0)
+      return 1;
+  if (work.count == work.room) {
+    int room = work.room ? 2 * work.room : 64;
+    job *more = realloc(work.jobs, (size_t)room * sizeof(*more));
+    if (!more) {
+      fprintf(stderr, "ep_precompile: out of memory\n");
+      return 0;
+    }
+    work.jobs = more;
+    work.room = room;
+  }
+  work.jobs[work.count++] = (job){kernel, arch, hidden, *config};
+  return 1;
+}
+
+static int addMove(const struct ncclEpGroup *g, int kernel, uint32_t layout, unsigned hidden, ncclDataType_t type,
+                   int weights) {
+  uint32_t rowBytes = 0, dtype = EP_DTYPE_BYTES;
+  epGrid grid;
+  if (kernel == EP_KERNEL_COMBINE && epCombineType("ep_precompile", type, &dtype) != ncclSuccess)
+    return 0;
+  if (epRowBytes("ep_precompile", g, "tokens", hidden, type, &rowBytes) != ncclSuccess)
+    return 0;
+  epConfig c = epMoveConfig(g, layout, g->shape.topk, rowBytes, dtype, weights);
+  return epPolicyMove("ep_precompile", &g->topology, g->sms, kernel, &c, &grid) == ncclSuccess &&
+         addJob(kernel, g->topology.arch, hidden, &c);
+}
+
+static int addUpdate(const struct ncclEpGroup *g, uint32_t layout, uint32_t indexBytes) {
+  epGrid grid;
+  epConfig c = epUpdateConfig(g, layout, g->shape.topk, indexBytes);
+  return epPolicyUpdate(&g->topology, g->sms, 1, &c, &grid) == ncclSuccess &&
+         addJob(EP_KERNEL_UPDATE, g->topology.arch, 0, &c);
+}
+
+/* All kernels of one group's shape on one target. */
+static int addShape(const precompile *p, const struct ncclEpGroup *g) {
+  for (int major = 0; major < 2; major++) {
+    uint32_t layout = major ? EP_LAYOUT_KIND_EXPERT_MAJOR : EP_LAYOUT_KIND_FLAT;
+    if (!(major ? p->expertMajor : p->flat))
+      continue;
+    if ((p->index64 && !addUpdate(g, layout, 8)) || (p->index32 && !addUpdate(g, layout, 4)))
+      return 0;
+    for (int h = 0; h < p->hiddens.count; h++) {
+      unsigned hidden = p->hiddens.values[h];
+      if (!addMove(g, EP_KERNEL_DISPATCH, layout, hidden, p->dispatchType, 1) ||
+          !addMove(g, EP_KERNEL_COMBINE, layout, hidden, p->combineType, 0))
+        return 0;
+      if (p->backward && (!addMove(g, EP_KERNEL_DISPATCH, layout, hidden, p->dispatchType, 0) ||
+                          !addMove(g, EP_KERNEL_COMBINE, layout, hidden, p->combineType, 1)))
+        return 0;
+    }
+  }
+  return 1;
+}
+
+static int addAll(const precompile *p) {
+  for (int a = 0; a < p->archs.count; a++) {
+    struct ncclEpGroup g;
+    memset(&g, 0, sizeof(g)); /* only what kernels are chosen by */
+    if (epCudaTarget((int)p->archs.values[a], &g.topology) != ncclSuccess)
+      return 0;
+    g.sms = epPolicySms(&g.topology, 0);
+    for (int r = 0; r < p->ranks.count; r++) {
+      for (int e = 0; e < p->experts.count; e++) {
+        for (int k = 0; k < p->topks.count; k++) {
+          g.shape.ranks = p->ranks.values[r];
+          g.shape.experts = p->experts.values[e];
+          g.shape.topk = p->topks.values[k];
+          g.shape.maxRowBytes = EP_MAX_ROW_BYTES;
+          if (g.shape.ranks > EP_MAX_RANKS || g.shape.experts > EP_MAX_EXPERTS || g.shape.topk > EP_MAX_TOPK ||
+              g.shape.experts % g.shape.ranks) {
+            fprintf(stderr,
+                    "ep_precompile: %u ranks, %u experts, top-k %u: expected at most %u, %u (a multiple of the ranks) "
+                    "and %u\n",
+                    g.shape.ranks, g.shape.experts, g.shape.topk, EP_MAX_RANKS, EP_MAX_EXPERTS, EP_MAX_TOPK);
+            return 0;
+          }
+          if (!addShape(p, &g))
+            return 0;
+        }
+      }
+    }
+  }
+  return 1;
+}
+
+static void *compileJobs(void *unused) {
+  (void)unused;
+  for (;;) {
+    pthread_mutex_lock(&work.mutex);
+    int at = work.next < work.count ? work.next++ : -1;
+    pthread_mutex_unlock(&work.mutex);
+    if (at < 0)
+      return NULL;
+    const job *j = &work.jobs[at];
+    epJitCode code;
+    ncclResult_t r = epJitCompile(work.jit, j->kernel, &j->config, j->arch, &code);
+    pthread_mutex_lock(&work.mutex);
+    if (r != ncclSuccess) {
+      work.failed++;
+    } else {
+      work.found += code.fromCache;
+      if (!work.quiet)
+        printf("%-20s sm_%-4d %5u %7u %4u %7u %-12s %-8s %6d %6d %8.3f\n", epJitEntryName(j->kernel), j->arch,
+               j->config.ranks, j->config.experts, j->config.topk, j->hidden,
+               j->config.layout == EP_LAYOUT_KIND_FLAT ? "flat" : "expert-major", code.fromCache ? "found" : "compiled",
+               code.registers, code.spillBytes, code.seconds);
+      epJitFree(&code);
+    }
+    pthread_mutex_unlock(&work.mutex);
+  }
+}
+
+static double seconds(void) {
+  struct timespec t;
+  (void)clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+int main(int argc, char **argv) {
+  const struct argp argp = {options, parse, NULL, doc, NULL, NULL, NULL};
+  precompile p = {.archs = {{80, 90, 100, 120}, 4},
+                  .ranks = {{8}, 1},
+                  .experts = {{256}, 1},
+                  .topks = {{8}, 1},
+                  .hiddens = {{7168}, 1},
+                  .dispatchType = ncclBfloat16,
+                  .combineType = ncclBfloat16,
+                  .flat = 1,
+                  .expertMajor = 1,
+                  .index64 = 1};
+  pthread_t threads[MAX_THREADS];
+  int started = 0, status = 1;
+  const char *why = "";
+  if (argp_parse(&argp, argc, argv, 0, NULL, &p) != 0)
+    return 2;
+  if (!p.jobs) {
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    p.jobs = cores < 1 ? 1 : cores > 8 ? 8 : (int)cores;
+  }
+  work.quiet = p.quiet;
+  double start = seconds();
+  if (!addAll(&p) || epJitOpenAt(&work.jit, p.cacheDir) != ncclSuccess)
+    goto done;
+  const char *folder = epJitCacheFolder(work.jit, &why);
+  if (!folder) {
+    fprintf(stderr, "ep_precompile: there is no cache to fill: %s\n", why);
+    goto done;
+  }
+  if (!epJitCompilerVersion(work.jit)) {
+    fprintf(stderr, "ep_precompile: %s\n", epLastError());
+    goto done;
+  }
+  printf("# NVRTC %d.%d, %s\n# cache %s\n", epJitCompilerVersion(work.jit) / 1000,
+         epJitCompilerVersion(work.jit) % 1000 / 10, epJitCompilerPath(work.jit), folder);
+  if (!p.quiet)
+    printf("# %-18s %-7s %5s %7s %4s %7s %-12s %-8s %6s %6s %8s\n", "kernel", "target", "ranks", "experts", "topk", "hidden",
+           "layout", "how", "regs", "spill", "seconds");
+  for (; started < p.jobs && started < work.count; started++)
+    if (pthread_create(&threads[started], NULL, compileJobs, NULL) != 0)
+      break;
+  if (!started)
+    compileJobs(NULL);
+  for (int i = 0; i < started; i++)
+    pthread_join(threads[i], NULL);
+  printf("# %d kernels: %d compiled, %d found, %d failed; %.1f s\n", work.count, work.count - work.found - work.failed,
+         work.found, work.failed, seconds() - start);
+  /* A cache that could not be written to is no cache: what was compiled must be found again. */
+  status = work.failed != 0;
+  for (int i = 0; i < work.count && !status; i++) {
+    if (!epJitCached(work.jit, work.jobs[i].kernel, &work.jobs[i].config, work.jobs[i].arch)) {
+      fprintf(stderr, "ep_precompile: %s is not in %s after compiling: see the warning above\n",
+              epJitEntryName(work.jobs[i].kernel), folder);
+      status = 1;
+    }
+  }
+
+done:
+  epJitClose(work.jit);
+  free(work.jobs);
+  return status;
+}
