@@ -188,7 +188,14 @@ static void launchesFitTheDevice(void **state) {
           epGrid g = {0};
           ncclResult_t r = kernel == EP_KERNEL_UPDATE ? epPolicyUpdate(&t, epPolicySms(&t, 0), 4096, &c, &g)
                                                       : epPolicyMove("test", &t, epPolicySms(&t, 0), kernel, &c, &g);
-          assert_int_equal(r, ncclSuccess);
+          /* two rows must fit a block beside the barriers; where they do not, the refusal says so */
+          if (r != ncclSuccess && 2u * rows[h] + 1024 > (unsigned)devices[d].smem) {
+            expectError(r, ncclInvalidArgument, "shared memory");
+            continue;
+          }
+          if (r != ncclSuccess)
+            fail_msg("sm_%d, %u ranks, %u-byte rows, kernel %d: %s", devices[d].arch, ranks, rows[h], kernel,
+                     ncclEpGetLastErrorString());
           assert_true(g.blocks >= 1 && g.threads >= 32 && g.threads <= 1024 && g.threads % 32 == 0);
           assert_true(g.smemBytes <= (unsigned)devices[d].smem);
           assert_int_equal(g.threads, c.threads);
