@@ -158,10 +158,11 @@ ncclResult_t epGroupDestroy(ncclEpGroup_t g) {
   r = epGroupFind("ncclEpGroupDestroy", g);
   if (r != ncclSuccess) return r;
   epObjectRemove(g, EP_OBJECT_GROUP);
-  /* Peers store into this rank's window: it must outlive the last of their operations. With a rank that no longer
-   * answers there is nothing to wait for. */
-  epGroupAsyncError(g);
-  if (!g->lost && g->shape.ranks > 1) {
+  epGroupAsyncError(g); /* what kernels reported and nobody asked for still goes to the log */
+  /* Peers store into this rank's window, credits even after the operation has ended here: it must outlive theirs.
+   * Joined after a timeout too, because a peer that was only late knows nothing of it and waits here; the backend ends
+   * the wait when the communicator has an error. */
+  if (g->shape.ranks > 1) {
     all = calloc(g->shape.ranks, sizeof *all);
     r = all ? g->be->ops->allGather(g->be, &mine, all, sizeof mine)
             : epFail(ncclSystemError, "ncclEpGroupDestroy: out of host memory");

@@ -569,10 +569,12 @@ ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t *tensor);
 ncclResult_t ncclEpCreateGroup(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config);
 
 /* ncclEpGroupDestroy: releases a group's window, scratch and kernels.
- * Collective, because ranks store into each other's windows: it waits until all ranks have called it. The caller has
- * synchronised its streams with the group's work. After a timeout on the group it does not wait for the others. Handles
- * of the group become invalid (further calls on them answer ncclInvalidArgument), their device memory is released; the
- * handles themselves are released by ncclEpHandleDestroy, before or after. NULL is accepted. */
+ * Collective, because ranks store into each other's windows: it waits until all ranks have called it, or the
+ * communicator has an error or is aborted (with a rank that is gone, abort the communicator first). The caller has
+ * synchronised its streams with the group's work. Handles of the group become invalid (further calls on them answer
+ * ncclInvalidArgument) and their device memory is released; the handles themselves are released by ncclEpHandleDestroy,
+ * before or after. NULL is accepted.
+ */
 ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t ep_group);
 
 /* ncclEpHandleMemSize: bytes of device memory that a handle's routing record takes.
