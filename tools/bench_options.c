@@ -42,7 +42,8 @@ enum {
 
 static const struct argp_option optionTable[] = {
     {0, 0, 0, 0, "Machine", 1},
-    {"backend", OPT_BACKEND, "auto|cuda|emu", 0, "GPUs, or the emulated fabric (default: auto, GPUs if there are any)", 0},
+    {"backend", OPT_BACKEND, "auto|cuda|emu", 0, "GPUs, or the emulated fabric (default: auto, GPUs if there are any)",
+     0},
     {"topology", OPT_TOPOLOGY, "OxU", 0, "scale-out x scale-up ranks (default: all GPUs; emulated 1x4)", 0},
     {"sms", OPT_SMS, "N", 0, "SMs the library may use at most (default: its own choice)", 0},
     {"emu-sms", OPT_EMU_SMS, "N", 0, "resident blocks of an emulated rank (default: 8)", 0},
@@ -52,7 +53,8 @@ static const struct argp_option optionTable[] = {
     {"layout", OPT_LAYOUT, "flat|expert-major", 0, "of dispatch's output (default: expert-major)", 0},
     {"dtype", OPT_DTYPE, "bf16|fp16|fp32", 0, "of token rows (default: bf16)", 0},
     {"tokens", OPT_TOKENS, "LIST", 0,
-     "tokens a rank: one value, or one per rank separated by commas; LOW-HIGH draws anew for each routing (default: 4096; "
+     "tokens a rank: one value, or one per rank separated by commas; LOW-HIGH draws anew for each routing (default: "
+     "4096; "
      "emulated 16)",
      0},
     {"hidden", OPT_HIDDEN, "N", 0, "elements of a row (default: 7168; emulated 512)", 0},
@@ -63,13 +65,15 @@ static const struct argp_option optionTable[] = {
     {"index", OPT_INDEX, "int32|int64", 0, "type of topk_idx and of the counters (default: int64)", 0},
     {0, 0, 0, 0, "Data", 3},
     {"routing", OPT_ROUTING, "KIND", 0,
-     "uniform, grouped (8 groups, a token sees 4), zipf, one-expert, repeated (ids may repeat in a row), none, or a file with "
+     "uniform, grouped (8 groups, a token sees 4), zipf, one-expert, repeated (ids may repeat in a row), none, or a "
+     "file with "
      "the ids of one token a line, rank after rank (default: uniform)",
      0},
     {"minus-one", OPT_MINUS_ONE, "P", 0, "fraction of entries replaced by -1 (default: 0)", 0},
     {"seed", OPT_SEED, "N", 0, "of data, routing and emulated schedule (default: 1)", 0},
     {0, 0, 0, 0, "Run", 4},
-    {"schedules", OPT_SCHEDULES, "N", 0, "emulated: seeds tried, from --seed on, each on a fresh fabric (default: 1)", 0},
+    {"schedules", OPT_SCHEDULES, "N", 0, "emulated: seeds tried, from --seed on, each on a fresh fabric (default: 1)",
+     0},
     {"warmup", OPT_WARMUP, "N", 0, "iterations before the measured ones (default: 10; emulated 0)", 0},
     {"iters", OPT_ITERS, "N", 0, "measured iterations (default: 50; emulated 1)", 0},
     {"check", OPT_CHECK, 0, 0, "compare every byte with the reference, and a repeated run with the first", 0},
@@ -80,9 +84,10 @@ static const struct argp_option optionTable[] = {
     {"json", OPT_JSON, "FILE", 0, "write everything to a file, too", 0},
     {0}};
 
-/* ---- Values -------------------------------------------------------------------------------------------------------- */
+/* ---- Values ----------------------------------------------------------------------------------------------------- */
 
-static unsigned long long number(const char *text, unsigned long long high, const char *name, struct argp_state *state) {
+static unsigned long long number(const char *text, unsigned long long high, const char *name,
+                                 struct argp_state *state) {
   char *end;
   unsigned long long value = strtoull(text, &end, 10);
   if (end == text || *end || *text == '-' || value > high)
@@ -93,8 +98,7 @@ static unsigned long long number(const char *text, unsigned long long high, cons
 static unsigned choice(const char *text, const char *const *names, const char *option, struct argp_state *state) {
   char all[256] = "";
   for (unsigned i = 0; names[i]; i++) {
-    if (!strcmp(text, names[i]))
-      return i;
+    if (!strcmp(text, names[i])) return i;
     strcat(strcat(all, i ? ", " : ""), names[i]);
   }
   argp_error(state, "--%s %s: expected one of %s", option, text, all);
@@ -102,10 +106,8 @@ static unsigned choice(const char *text, const char *const *names, const char *o
 }
 
 static unsigned parseOps(const char *text, struct argp_state *state) {
-  if (!strcmp(text, "dispatch"))
-    return EP_OP_DISPATCH;
-  if (!strcmp(text, "combine"))
-    return EP_OP_COMBINE;
+  if (!strcmp(text, "dispatch")) return EP_OP_DISPATCH;
+  if (!strcmp(text, "combine")) return EP_OP_COMBINE;
   if (strcmp(text, "dispatch,combine") && strcmp(text, "combine,dispatch"))
     argp_error(state, "--op %s: expected dispatch, combine or dispatch,combine", text);
   return EP_OP_DISPATCH | EP_OP_COMBINE;
@@ -114,8 +116,7 @@ static unsigned parseOps(const char *text, struct argp_state *state) {
 static void parseTopology(const char *text, epFabricOptions *fabric, struct argp_state *state) {
   char *end;
   unsigned long out = strtoul(text, &end, 10), up = 0;
-  if (*end == 'x')
-    up = strtoul(end + 1, &end, 10);
+  if (*end == 'x') up = strtoul(end + 1, &end, 10);
   if (*end || out < 1 || up < 1 || out > 1024 || up > 1024 || out * up > 1024)
     argp_error(state, "--topology %s: expected OxU, for example 1x8, with at most 1024 ranks", text);
   fabric->scaleOut = (unsigned)out;
@@ -129,67 +130,121 @@ static unsigned parseBug(const char *text, struct argp_state *state) {
 #undef X
           NULL};
   if (!strcmp(text, "list")) {
-    for (unsigned i = 0; names[i]; i++)
-      puts(names[i]);
+    for (unsigned i = 0; names[i]; i++) puts(names[i]);
     exit(0);
   }
   return choice(text, names, "bug", state);
 }
 
 static error_t parseOption(int key, char *text, struct argp_state *state) {
-  static const char *const backends[] = {"auto", "cuda", "emu", NULL}, *const layouts[] = {"flat", "expert-major", NULL};
+  static const char *const backends[] = {"auto", "cuda", "emu", NULL}, *const layouts[] = {"flat", "expert-major",
+                                                                                           NULL};
   static const char *const types[] = {"bf16", "fp16", "fp32", NULL}, *const integers[] = {"int64", "int32", NULL};
   epBenchOptions *o = state->input;
   switch (key) {
-  case OPT_BACKEND: o->fabric.kind = (epFabricKind)choice(text, backends, "backend", state); break;
-  case OPT_TOPOLOGY: parseTopology(text, &o->fabric, state); break;
-  case OPT_OP: o->ops = parseOps(text, state); break;
-  case OPT_LAYOUT: o->layout = (epRefLayout)choice(text, layouts, "layout", state); break;
-  case OPT_DTYPE: o->type = (epRefType)choice(text, types, "dtype", state); break;
-  case OPT_TOKENS: o->tokensText = text; break;
-  case OPT_HIDDEN: o->hidden = (uint32_t)number(text, 1 << 24, "hidden", state); break;
-  case OPT_TOPK: o->topk = (uint32_t)number(text, 32, "topk", state); break;
-  case OPT_EXPERTS: o->experts = (uint32_t)number(text, 1 << 20, "experts", state); break;
-  case OPT_ALIGN: o->align = (uint32_t)number(text, 1 << 20, "align", state); break;
-  case OPT_ROUTING: o->routingText = text; break;
+  case OPT_BACKEND:
+    o->fabric.kind = (epFabricKind)choice(text, backends, "backend", state);
+    break;
+  case OPT_TOPOLOGY:
+    parseTopology(text, &o->fabric, state);
+    break;
+  case OPT_OP:
+    o->ops = parseOps(text, state);
+    break;
+  case OPT_LAYOUT:
+    o->layout = (epRefLayout)choice(text, layouts, "layout", state);
+    break;
+  case OPT_DTYPE:
+    o->type = (epRefType)choice(text, types, "dtype", state);
+    break;
+  case OPT_TOKENS:
+    o->tokensText = text;
+    break;
+  case OPT_HIDDEN:
+    o->hidden = (uint32_t)number(text, 1 << 24, "hidden", state);
+    break;
+  case OPT_TOPK:
+    o->topk = (uint32_t)number(text, 32, "topk", state);
+    break;
+  case OPT_EXPERTS:
+    o->experts = (uint32_t)number(text, 1 << 20, "experts", state);
+    break;
+  case OPT_ALIGN:
+    o->align = (uint32_t)number(text, 1 << 20, "align", state);
+    break;
+  case OPT_ROUTING:
+    o->routingText = text;
+    break;
   case OPT_MINUS_ONE:
     o->route.minusOne = atof(text);
-    if (!(o->route.minusOne >= 0 && o->route.minusOne <= 1))
-      argp_error(state, "--minus-one %s: expected 0 to 1", text);
+    if (!(o->route.minusOne >= 0 && o->route.minusOne <= 1)) argp_error(state, "--minus-one %s: expected 0 to 1", text);
     break;
-  case OPT_SEED: o->seed = number(text, ULLONG_MAX, "seed", state); break;
-  case OPT_SCHEDULES: o->schedules = (unsigned)number(text, 1000000, "schedules", state); break;
-  case OPT_SMS: o->sms = (unsigned)number(text, 1024, "sms", state); break;
-  case OPT_EMU_SMS: o->fabric.emuSms = (unsigned)number(text, 1024, "emu-sms", state); break;
-  case OPT_WARMUP: o->warmup = (unsigned)number(text, 1000000, "warmup", state); break;
-  case OPT_ITERS: o->iters = (unsigned)number(text, 1000000, "iters", state); break;
-  case OPT_CHECK: o->check = 1; break;
-  case OPT_BACKWARD: o->backward = 1; break;
-  case OPT_INDEX: o->index32 = (int)choice(text, integers, "index", state); break;
+  case OPT_SEED:
+    o->seed = number(text, ULLONG_MAX, "seed", state);
+    break;
+  case OPT_SCHEDULES:
+    o->schedules = (unsigned)number(text, 1000000, "schedules", state);
+    break;
+  case OPT_SMS:
+    o->sms = (unsigned)number(text, 1024, "sms", state);
+    break;
+  case OPT_EMU_SMS:
+    o->fabric.emuSms = (unsigned)number(text, 1024, "emu-sms", state);
+    break;
+  case OPT_WARMUP:
+    o->warmup = (unsigned)number(text, 1000000, "warmup", state);
+    break;
+  case OPT_ITERS:
+    o->iters = (unsigned)number(text, 1000000, "iters", state);
+    break;
+  case OPT_CHECK:
+    o->check = 1;
+    break;
+  case OPT_BACKWARD:
+    o->backward = 1;
+    break;
+  case OPT_INDEX:
+    o->index32 = (int)choice(text, integers, "index", state);
+    break;
   case OPT_BUG:
     o->bugText = text;
     o->fabric.emuBug = parseBug(text, state);
     break;
-  case OPT_MAX_RECV: o->maxRecv = (long long)number(text, UINT32_MAX, "max-recv", state); break;
-  case OPT_TIMEOUT: o->fabric.timeoutMs = (unsigned)number(text, 1000000, "timeout-ms", state); break;
-  case OPT_JSON: o->jsonPath = text; break;
-  case OPT_LIMITS: o->limits = 1; break;
-  case OPT_PARTS: o->parts = 1; break;
-  case ARGP_KEY_ARG: argp_error(state, "%s: arguments are options only", text); break;
-  default: return ARGP_ERR_UNKNOWN;
+  case OPT_MAX_RECV:
+    o->maxRecv = (long long)number(text, UINT32_MAX, "max-recv", state);
+    break;
+  case OPT_TIMEOUT:
+    o->fabric.timeoutMs = (unsigned)number(text, 1000000, "timeout-ms", state);
+    break;
+  case OPT_JSON:
+    o->jsonPath = text;
+    break;
+  case OPT_LIMITS:
+    o->limits = 1;
+    break;
+  case OPT_PARTS:
+    o->parts = 1;
+    break;
+  case ARGP_KEY_ARG:
+    argp_error(state, "%s: arguments are options only", text);
+    break;
+  default:
+    return ARGP_ERR_UNKNOWN;
   }
   return 0;
 }
 
 int epBenchParse(int argc, char **argv, epBenchOptions *o) {
-  static const struct argp argp = {
-      .options = optionTable,
-      .parser = parseOption,
-      .doc = "Measures and checks dispatch and combine, on GPUs or on the emulated fabric. Exit status 1 on any wrong value, "
-             "fault of the emulated fabric or asynchronous error.\v"
-             "One process drives all GPUs with a thread each. Under torchrun or mpirun it is one process per rank: rank and size "
-             "come from the launcher's variables, and rank 0 is found through NCCL_EP_BENCH_ID_FILE (a path all ranks see) or "
-             "MASTER_ADDR and MASTER_PORT + 1 (NCCL_EP_BENCH_PORT chooses another port)."};
+  static const struct argp argp = {.options = optionTable,
+                                   .parser = parseOption,
+                                   .doc = "Measures and checks dispatch and combine, on GPUs or on the emulated "
+                                          "fabric. Exit status 1 on any wrong value, "
+                                          "fault of the emulated fabric or asynchronous error.\v"
+                                          "One process drives all GPUs with a thread each. Under torchrun or mpirun it "
+                                          "is one process per rank: rank and size "
+                                          "come from the launcher's variables, and rank 0 is found through "
+                                          "NCCL_EP_BENCH_ID_FILE (a path all ranks see) or "
+                                          "MASTER_ADDR and MASTER_PORT + 1 (NCCL_EP_BENCH_PORT chooses another port)."};
   size_t used = 0;
   *o = (epBenchOptions){.ops = EP_OP_DISPATCH | EP_OP_COMBINE,
                         .layout = EP_REF_EXPERT_MAJOR,
@@ -207,15 +262,14 @@ int epBenchParse(int argc, char **argv, epBenchOptions *o) {
   return argp_parse(&argp, argc, argv, 0, NULL, o) ? -1 : 0;
 }
 
-/* ---- What depends on the machine ------------------------------------------------------------------------------------ */
+/* ---- What depends on the machine -------------------------------------------------------------------------------- */
 
 static int parseTokens(epBenchOptions *o) {
   const char *at = o->tokensText;
   uint32_t count = 0;
   o->tokensLow = calloc(o->ranks, sizeof(*o->tokensLow));
   o->tokensHigh = calloc(o->ranks, sizeof(*o->tokensHigh));
-  if (!o->tokensLow || !o->tokensHigh)
-    return epToolFail("out of host memory");
+  if (!o->tokensLow || !o->tokensHigh) return epToolFail("out of host memory");
   while (count < o->ranks) {
     char *end;
     unsigned long low = strtoul(at, &end, 10), high = low;
@@ -227,11 +281,9 @@ static int parseTokens(epBenchOptions *o) {
       return epToolFail("--tokens %s: expected one value or range, or one per rank separated by commas", o->tokensText);
     o->tokensLow[count] = (uint32_t)low;
     o->tokensHigh[count++] = (uint32_t)high;
-    if (!*end)
-      break;
+    if (!*end) break;
     at = end + 1;
-    if (count == o->ranks)
-      return epToolFail("--tokens %s: more values than the %u ranks", o->tokensText, o->ranks);
+    if (count == o->ranks) return epToolFail("--tokens %s: more values than the %u ranks", o->tokensText, o->ranks);
   }
   if (count != 1 && count != o->ranks)
     return epToolFail("--tokens %s: %u values for %u ranks", o->tokensText, count, o->ranks);
@@ -240,45 +292,39 @@ static int parseTokens(epBenchOptions *o) {
       o->tokensLow[r] = o->tokensLow[0];
       o->tokensHigh[r] = o->tokensHigh[0];
     }
-    if (o->tokensHigh[r] > o->maxTokens)
-      o->maxTokens = o->tokensHigh[r];
+    if (o->tokensHigh[r] > o->maxTokens) o->maxTokens = o->tokensHigh[r];
   }
-  if (!o->maxTokens)
-    o->maxTokens = 1; /* a group must allow one */
+  if (!o->maxTokens) o->maxTokens = 1; /* a group must allow one */
   return 0;
 }
 
 int epBenchResolve(epBenchOptions *o) {
   int gpus, launched = epFabricLaunchedRanks(), cuda;
-  if (launched < 0)
-    return -1;
+  if (launched < 0) return -1;
   o->fabric.kind = epFabricChoose(o->fabric.kind, &gpus, NULL);
   cuda = o->fabric.kind == EP_FABRIC_CUDA;
   if (!o->fabric.scaleUp && !cuda) {
     o->fabric.scaleOut = 1;
     o->fabric.scaleUp = 4;
   }
-  o->ranks = o->fabric.scaleUp ? o->fabric.scaleOut * o->fabric.scaleUp : launched ? (uint32_t)launched : (uint32_t)gpus;
-  if (!o->ranks)
-    return epToolFail("--backend cuda: the driver finds no GPU");
-  if (cuda && o->bugText)
-    return epToolFail("--bug %s: faults are planted on the emulated fabric only", o->bugText);
+  o->ranks = o->fabric.scaleUp ? o->fabric.scaleOut * o->fabric.scaleUp
+             : launched        ? (uint32_t)launched
+                               : (uint32_t)gpus;
+  if (!o->ranks) return epToolFail("--backend cuda: the driver finds no GPU");
+  if (cuda && o->bugText) return epToolFail("--bug %s: faults are planted on the emulated fabric only", o->bugText);
   if (cuda && o->schedules != 1)
     return epToolFail("--schedules %u: only the emulated fabric has schedules", o->schedules);
-  if (!cuda && o->limits)
-    return epToolFail("--limits: the emulated fabric has none to measure");
+  if (!cuda && o->limits) return epToolFail("--limits: the emulated fabric has none to measure");
   o->tokensText = o->tokensText ? o->tokensText : cuda ? "4096" : "16";
   o->hidden = o->hidden ? o->hidden : cuda ? 7168 : 512;
   o->experts = o->experts ? o->experts : cuda ? 256 : 8 * o->ranks;
   o->align = o->align != UINT_MAX ? o->align : cuda ? 128 : 16;
   o->warmup = o->warmup != UINT_MAX ? o->warmup : cuda ? 10 : 0;
   o->iters = o->iters != UINT_MAX ? o->iters : cuda ? 50 : 1;
-  if (o->layout == EP_REF_FLAT)
-    o->align = 0;
+  if (o->layout == EP_REF_FLAT) o->align = 0;
   if (o->experts % o->ranks)
     return epToolFail("--experts %u: expected a multiple of the %u ranks", o->experts, o->ranks);
-  if (parseTokens(o))
-    return -1;
+  if (parseTokens(o)) return -1;
   o->route.ranks = o->ranks;
   o->route.experts = o->experts;
   o->route.topk = o->topk;

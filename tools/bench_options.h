@@ -14,8 +14,8 @@ typedef struct epBenchOptions {
   epRefLayout layout;
   epRefType type;
   const char *tokensText, *routingText, *bugText, *jsonPath, *backendText;
-  uint32_t ranks;                      /* filled in when the machine is known */
-  uint32_t *tokensLow, *tokensHigh;    /* [ranks] */
+  uint32_t ranks;                   /* filled in when the machine is known */
+  uint32_t *tokensLow, *tokensHigh; /* [ranks] */
   uint32_t maxTokens, hidden, topk, experts, align;
   epRouteSpec route;
   unsigned long long seed;

@@ -1,5 +1,5 @@
-/* Printing of ep_bench's findings. Bandwidths are defined in the header that is printed above them, so that a pasted table
- * explains itself. */
+/* Printing of ep_bench's findings. Bandwidths are defined in the header that is printed above them, so that a pasted
+ * table explains itself. */
 #include "bench_result.h"
 
 #include <jansson.h>
@@ -11,10 +11,8 @@
 
 epBenchRow *epBenchRowOf(epBenchResult *result, const char *name) {
   for (unsigned i = 0; i < result->rowCount; i++)
-    if (!strcmp(result->rows[i].name, name))
-      return &result->rows[i];
-  if (result->rowCount == EP_BENCH_ROWS)
-    return NULL;
+    if (!strcmp(result->rows[i].name, name)) return &result->rows[i];
+  if (result->rowCount == EP_BENCH_ROWS) return NULL;
   result->rows[result->rowCount] = (epBenchRow){.name = name, .errors = -1u};
   return &result->rows[result->rowCount++];
 }
@@ -23,8 +21,7 @@ int epBenchAddSample(epBenchRow *row, double microseconds) {
   if (row->count == row->room) {
     unsigned room = row->room * 2 + 16;
     double *more = realloc(row->samples, room * sizeof(*more));
-    if (!more)
-      return epToolFail("out of host memory");
+    if (!more) return epToolFail("out of host memory");
     row->samples = more;
     row->room = room;
   }
@@ -33,12 +30,11 @@ int epBenchAddSample(epBenchRow *row, double microseconds) {
 }
 
 void epBenchResultFree(epBenchResult *result) {
-  for (unsigned i = 0; i < result->rowCount; i++)
-    free(result->rows[i].samples);
+  for (unsigned i = 0; i < result->rowCount; i++) free(result->rows[i].samples);
   free(result->ranks);
 }
 
-/* ---- Numbers ------------------------------------------------------------------------------------------------------- */
+/* ---- Numbers ---------------------------------------------------------------------------------------------------- */
 
 typedef struct summary {
   double median, low, high;
@@ -53,8 +49,7 @@ static summary summarise(const epBenchRow *row) {
   summary s = {0, 0, 0};
   double *sorted = row->count ? malloc(row->count * sizeof(*sorted)) : NULL;
   unsigned n = row->count;
-  if (!sorted)
-    return s;
+  if (!sorted) return s;
   memcpy(sorted, row->samples, n * sizeof(*sorted));
   qsort(sorted, n, sizeof(*sorted), ascending);
   s.median = n % 2 ? sorted[n / 2] : 0.5 * (sorted[n / 2 - 1] + sorted[n / 2]);
@@ -71,24 +66,22 @@ static double bandwidth(double bytes, double microseconds) {
 
 static void libraryVersion(char *out, size_t size) {
   int version = 0;
-  if (ncclEpGetVersion(&version) != ncclSuccess)
-    version = 0;
+  if (ncclEpGetVersion(&version) != ncclSuccess) version = 0;
   snprintf(out, size, "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
 
 static const char *layoutName(const epBenchOptions *o) { return o->layout == EP_REF_FLAT ? "flat" : "expert-major"; }
 
-/* ---- Text ---------------------------------------------------------------------------------------------------------- */
+/* ---- Text ------------------------------------------------------------------------------------------------------- */
 
 void epBenchPrintHeader(const epBenchResult *r) {
   const epBenchOptions *o = r->options;
   char version[32], align[32] = "", budget[32] = "eager";
   libraryVersion(version, sizeof(version));
-  if (o->layout == EP_REF_EXPERT_MAJOR)
-    snprintf(align, sizeof(align), " align %u", o->align);
-  if (r->budget)
-    snprintf(budget, sizeof(budget), "%llu rows", (unsigned long long)r->budget);
-  printf("# ep_bench: NCCL EP %s (API %d)%s, backend %s\n", version, NCCL_EP_API_VERSION, r->versions, r->cuda ? "cuda" : "emu");
+  if (o->layout == EP_REF_EXPERT_MAJOR) snprintf(align, sizeof(align), " align %u", o->align);
+  if (r->budget) snprintf(budget, sizeof(budget), "%llu rows", (unsigned long long)r->budget);
+  printf("# ep_bench: NCCL EP %s (API %d)%s, backend %s\n", version, NCCL_EP_API_VERSION, r->versions,
+         r->cuda ? "cuda" : "emu");
   printf("# command: %s\n", o->command);
   for (uint32_t i = 0; i < o->ranks; i++)
     if (r->cuda)
@@ -96,27 +89,30 @@ void epBenchPrintHeader(const epBenchResult *r) {
   printf("# ranks: %u = %d scale-out x %d scale-up%s; SMs: update %d, dispatch %d, combine %d\n", o->ranks,
          r->properties.scale_out_ranks, r->properties.scale_up_ranks, r->cuda ? "" : ", emulated",
          r->properties.num_sms_update, r->properties.num_sms_dispatch, r->properties.num_sms_combine);
-  printf("# layer: tokens %s hidden %u topk %u experts %u %s %s%s index %s, routing %s", o->tokensText, o->hidden, o->topk,
-         o->experts, epRefTypeName(o->type), layoutName(o), align, o->index32 ? "int32" : "int64", o->routingText);
-  if (o->route.minusOne > 0)
-    printf(" (%g of the entries -1)", o->route.minusOne);
+  printf("# layer: tokens %s hidden %u topk %u experts %u %s %s%s index %s, routing %s", o->tokensText, o->hidden,
+         o->topk, o->experts, epRefTypeName(o->type), layoutName(o), align, o->index32 ? "int32" : "int64",
+         o->routingText);
+  if (o->route.minusOne > 0) printf(" (%g of the entries -1)", o->route.minusOne);
   printf(", seed %llu, %d routings\n", o->seed, r->routings);
-  printf("# memory of a rank: window %zu (counts %zu, metadata %zu, flags %zu, staging %zu), handle %zu, scratch %zu bytes; "
+  printf("# memory of a rank: window %zu (counts %zu, metadata %zu, flags %zu, staging %zu), handle %zu, scratch %zu "
+         "bytes; "
          "output %s\n",
          r->properties.window_bytes, r->sizes.count_bytes, r->sizes.metadata_bytes, r->sizes.flag_bytes,
          r->sizes.staging_bytes, r->sizes.handle_bytes, r->sizes.scratch_bytes, budget);
   if (r->cuda)
-    printf("# time: CUDA events on the stream; new routing each iteration, ranks start together, the largest of the ranks; "
+    printf("# time: CUDA events on the stream; new routing each iteration, ranks start together, the largest of the "
+           "ranks; "
            "median of %u iterations after %u\n",
            o->iters, o->warmup);
   else
-    printf("# time: the host's, for %u emulated ranks on this machine: says nothing about GPUs; %u schedules\n", o->ranks,
-           o->schedules);
+    printf("# time: the host's, for %u emulated ranks on this machine: says nothing about GPUs; %u schedules\n",
+           o->ranks, o->schedules);
   printf("# dispatch includes the update of the routing; combine is the call alone\n");
-  printf("# algbytes: rows that a rank receives (a token once a rank), its own included; busbytes: rows that cross its link, the "
+  printf("# algbytes: rows that a rank receives (a token once a rank), its own included; busbytes: rows that cross its "
+         "link, the "
          "larger direction; both the largest of the ranks; bandwidth = bytes / median time\n");
-  printf("#\n# %-18s %14s %14s %10s %10s %10s %9s %9s %8s\n", "operation", "algbytes", "busbytes", "median", "min", "max",
-         "algbw", "busbw", "errors");
+  printf("#\n# %-18s %14s %14s %10s %10s %10s %9s %9s %8s\n", "operation", "algbytes", "busbytes", "median", "min",
+         "max", "algbw", "busbw", "errors");
   printf("# %-18s %14s %14s %10s %10s %10s %9s %9s\n", "", "(B)", "(B)", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)");
   fflush(stdout);
 }
@@ -140,7 +136,7 @@ void epBenchPrintRows(const epBenchResult *r) {
   fflush(stdout);
 }
 
-/* ---- JSON ---------------------------------------------------------------------------------------------------------- */
+/* ---- JSON ------------------------------------------------------------------------------------------------------- */
 
 static json_t *jsonRows(const epBenchResult *r) {
   json_t *rows = json_array();
@@ -148,27 +144,27 @@ static json_t *jsonRows(const epBenchResult *r) {
     const epBenchRow *row = &r->rows[i];
     summary s = summarise(row);
     json_t *samples = json_array();
-    for (unsigned j = 0; j < row->count; j++)
-      json_array_append_new(samples, json_real(row->samples[j]));
+    for (unsigned j = 0; j < row->count; j++) json_array_append_new(samples, json_real(row->samples[j]));
     json_array_append_new(
-        rows, json_pack("{s:s, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:o, s:o}", "operation", row->name, "alg_bytes",
-                        row->algBytes, "bus_bytes", row->busBytes, "median_us", s.median, "min_us", s.low, "max_us",
-                        s.high, "algbw_gbps", bandwidth(row->algBytes, s.median), "busbw_gbps",
-                        bandwidth(row->busBytes, s.median), "errors",
-                        row->errors == -1u ? json_null() : json_integer(row->errors), "samples_us", samples));
+        rows,
+        json_pack("{s:s, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:o, s:o}", "operation", row->name, "alg_bytes",
+                  row->algBytes, "bus_bytes", row->busBytes, "median_us", s.median, "min_us", s.low, "max_us", s.high,
+                  "algbw_gbps", bandwidth(row->algBytes, s.median), "busbw_gbps", bandwidth(row->busBytes, s.median),
+                  "errors", row->errors == -1u ? json_null() : json_integer(row->errors), "samples_us", samples));
   }
   return rows;
 }
 
 static json_t *jsonConfig(const epBenchResult *r) {
   const epBenchOptions *o = r->options;
-  return json_pack("{s:s, s:s, s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:s, s:s, s:f, s:I, s:i, s:i, s:i, s:i, s:b, s:b, s:I, s:i}",
-                   "backend", r->cuda ? "cuda" : "emu", "layout", layoutName(o), "dtype", epRefTypeName(o->type), "tokens",
-                   o->tokensText, "max_tokens", (int)o->maxTokens, "hidden", (int)o->hidden, "topk", (int)o->topk,
-                   "experts", (int)o->experts, "align", (int)o->align, "index", o->index32 ? "int32" : "int64", "routing",
-                   o->routingText, "minus_one", o->route.minusOne, "seed", (json_int_t)o->seed, "schedules",
-                   (int)o->schedules, "sms", (int)o->sms, "warmup", (int)o->warmup, "iters", (int)o->iters, "check", o->check,
-                   "backward", o->backward, "budget_rows", (json_int_t)r->budget, "routings", r->routings);
+  return json_pack(
+      "{s:s, s:s, s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:s, s:s, s:f, s:I, s:i, s:i, s:i, s:i, s:b, s:b, s:I, s:i}",
+      "backend", r->cuda ? "cuda" : "emu", "layout", layoutName(o), "dtype", epRefTypeName(o->type), "tokens",
+      o->tokensText, "max_tokens", (int)o->maxTokens, "hidden", (int)o->hidden, "topk", (int)o->topk, "experts",
+      (int)o->experts, "align", (int)o->align, "index", o->index32 ? "int32" : "int64", "routing", o->routingText,
+      "minus_one", o->route.minusOne, "seed", (json_int_t)o->seed, "schedules", (int)o->schedules, "sms", (int)o->sms,
+      "warmup", (int)o->warmup, "iters", (int)o->iters, "check", o->check, "backward", o->backward, "budget_rows",
+      (json_int_t)r->budget, "routings", r->routings);
 }
 
 static json_t *jsonGroup(const epBenchResult *r) {
@@ -188,14 +184,13 @@ int epBenchWriteJson(const epBenchResult *r, const char *path) {
   int rc;
   libraryVersion(version, sizeof(version));
   for (uint32_t i = 0; i < r->options->ranks; i++)
-    json_array_append_new(ranks, json_pack("{s:i, s:I, s:s, s:s}", "rank", r->ranks[i].rank, "pid",
-                                           (json_int_t)r->ranks[i].pid, "host", r->ranks[i].host, "device",
-                                           r->ranks[i].name));
-  root = json_pack("{s:s, s:s, s:s, s:o, s:o, s:o, s:o, s:i, s:s}", "nccl_ep", version, "versions", r->versions, "command",
-                   r->options->command, "config", jsonConfig(r), "group", jsonGroup(r), "ranks", ranks, "results",
-                   jsonRows(r), "errors", (int)epToolFailures(), "first_error", epToolFirstFailure());
-  if (!root)
-    return epToolFail("--json %s: cannot build the document", path);
+    json_array_append_new(ranks,
+                          json_pack("{s:i, s:I, s:s, s:s}", "rank", r->ranks[i].rank, "pid",
+                                    (json_int_t)r->ranks[i].pid, "host", r->ranks[i].host, "device", r->ranks[i].name));
+  root = json_pack("{s:s, s:s, s:s, s:o, s:o, s:o, s:o, s:i, s:s}", "nccl_ep", version, "versions", r->versions,
+                   "command", r->options->command, "config", jsonConfig(r), "group", jsonGroup(r), "ranks", ranks,
+                   "results", jsonRows(r), "errors", (int)epToolFailures(), "first_error", epToolFirstFailure());
+  if (!root) return epToolFail("--json %s: cannot build the document", path);
   rc = json_dump_file(root, path, JSON_INDENT(2));
   json_decref(root);
   return rc ? epToolFail("--json %s: cannot write it", path) : 0;

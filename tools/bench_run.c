@@ -1,5 +1,5 @@
-/* What one rank does in a run of ep_bench. Times are taken on the stream while all ranks hold it, so that neither the launch
- * nor the skew of the host shows up in them; each iteration takes the next prepared routing. */
+/* What one rank does in a run of ep_bench. Times are taken on the stream while all ranks hold it, so that neither the
+ * launch nor the skew of the host shows up in them; each iteration takes the next prepared routing. */
 #include "bench_run.h"
 
 #include <stdio.h>
@@ -12,12 +12,11 @@
 
 enum { PART_UPDATE = 1, PART_DISPATCH = 2, PART_COMBINE = 4, PART_BACKWARD = 8 };
 
-/* ---- Routings ------------------------------------------------------------------------------------------------------ */
+/* ---- Routings --------------------------------------------------------------------------------------------------- */
 
 static int anyRange(const epBenchOptions *o) {
   for (uint32_t r = 0; r < o->ranks; r++)
-    if (o->tokensLow[r] != o->tokensHigh[r])
-      return 1;
+    if (o->tokensLow[r] != o->tokensHigh[r]) return 1;
   return 0;
 }
 
@@ -56,13 +55,11 @@ int epBenchPrepare(epBench *bench, uint64_t seed) {
                        .align = o->align,
                        .budget = bench->layer.budget};
     int rc;
-    if (epRoutingMake(&o->route, epDataHash(seed, 101, i), routing))
-      return -1;
+    if (epRoutingMake(&o->route, epDataHash(seed, 101, i), routing)) return -1;
     in.tokens = routing->tokens;
     in.topkIdx = (const int64_t *const *)routing->idx;
     rc = epRefCreate(&in, &bench->ref[i]);
-    if (rc)
-      return epToolFail("reference: %s", strerror(rc));
+    if (rc) return epToolFail("reference: %s", strerror(rc));
   }
   return 0;
 }
@@ -83,7 +80,7 @@ static epCheckCase caseOf(const epBench *bench, unsigned routing) {
                        .scaleUp = scaleUp ? scaleUp : bench->options->ranks};
 }
 
-/* ---- Bytes --------------------------------------------------------------------------------------------------------- */
+/* ---- Bytes ------------------------------------------------------------------------------------------------------ */
 
 typedef struct traffic {
   double alg, bus, rows;
@@ -126,7 +123,7 @@ static epBenchRow *rowFor(epBench *bench, epPort *port, const char *name) {
   return row;
 }
 
-/* ---- Header -------------------------------------------------------------------------------------------------------- */
+/* ---- Header ----------------------------------------------------------------------------------------------------- */
 
 static int collectHeader(epBench *bench, epLayer *layer) {
   const epBenchOptions *o = bench->options;
@@ -150,8 +147,7 @@ static int collectHeader(epBench *bench, epLayer *layer) {
     epToolFail("rank %d: ncclEpCalculateBufferSize says %zu bytes of window, the group has %zu", port->rank,
                sizes.window_bytes, properties.window_bytes);
   all = calloc((size_t)port->ranks, sizeof(*all));
-  if (!all)
-    return epToolFail("out of host memory");
+  if (!all) return epToolFail("out of host memory");
   if (epPortGather(port, &mine, all, sizeof(mine))) {
     free(all);
     return -1;
@@ -171,7 +167,7 @@ static int collectHeader(epBench *bench, epLayer *layer) {
   return 0;
 }
 
-/* ---- Checks -------------------------------------------------------------------------------------------------------- */
+/* ---- Checks ----------------------------------------------------------------------------------------------------- */
 
 /* What a finished run left behind besides its outputs. -1: the group cannot be used further. */
 static int settle(epLayer *layer, const epCheckCase *what) {
@@ -187,13 +183,10 @@ static int attribute(epBench *bench, epPort *port, const char *name, unsigned be
   unsigned mine = epToolFailuresHere() - before, *all = calloc((size_t)port->ranks, sizeof(*all));
   epBenchRow *row;
   int rc = -1;
-  if (!all)
-    return epToolFail("out of host memory");
-  if (epPortGather(port, &mine, all, sizeof(mine)))
-    goto done;
+  if (!all) return epToolFail("out of host memory");
+  if (epPortGather(port, &mine, all, sizeof(mine))) goto done;
   row = rowFor(bench, port, name);
-  for (int r = 0; row && r < port->ranks; r++)
-    row->errors = (row->errors == -1u ? 0 : row->errors) + all[r];
+  for (int r = 0; row && r < port->ranks; r++) row->errors = (row->errors == -1u ? 0 : row->errors) + all[r];
   rc = 0;
 done:
   free(all);
@@ -207,7 +200,8 @@ typedef struct hashes {
 static int checkForward(epBench *bench, epLayer *layer, unsigned routing, hashes *h) {
   epCheckCase what = caseOf(bench, routing);
   unsigned before = epToolFailuresHere();
-  if (epLayerSetIndices(layer, routing, what.routing->idx[layer->port->rank], what.routing->tokens[layer->port->rank]) ||
+  if (epLayerSetIndices(layer, routing, what.routing->idx[layer->port->rank],
+                        what.routing->tokens[layer->port->rank]) ||
       epCheckUploadTokens(layer, &what, EP_DATA_TOKEN) || epCheckUploadOutputs(layer, &what) || epLayerPrefill(layer) ||
       epPortBarrier(layer->port))
     return -1;
@@ -227,14 +221,14 @@ static int checkBackward(epBench *bench, epLayer *layer, unsigned routing, hashe
   unsigned before = epToolFailuresHere();
   if (epCheckUploadTokens(layer, &what, EP_DATA_GRADIENT) || epLayerPrefill(layer) || epPortBarrier(layer->port))
     return -1;
-  if (epLayerDispatch(layer, 1) || epLayerCombine(layer, 1) || settle(layer, &what))
-    return -1;
+  if (epLayerDispatch(layer, 1) || epLayerCombine(layer, 1) || settle(layer, &what)) return -1;
   if (epCheckDispatch(layer, &what, EP_DATA_GRADIENT, 1, &h->dispatchBackward) ||
       attribute(bench, layer->port, "dispatch-bwd", before))
     return -1;
   before = epToolFailuresHere();
-  return epCheckCombine(layer, &what, 1, &h->combineBackward) || attribute(bench, layer->port, "combine-bwd", before) ? -1
-                                                                                                                      : 0;
+  return epCheckCombine(layer, &what, 1, &h->combineBackward) || attribute(bench, layer->port, "combine-bwd", before)
+             ? -1
+             : 0;
 }
 
 /* Routing 0, then another with other data, then routing 0 again, which must give the same bytes. */
@@ -253,14 +247,12 @@ static int checkAll(epBench *bench, epLayer *layer) {
   return 0;
 }
 
-/* ---- Times --------------------------------------------------------------------------------------------------------- */
+/* ---- Times ------------------------------------------------------------------------------------------------------ */
 
 static int runParts(epLayer *layer, unsigned parts, unsigned routing) {
   int backward = (parts & PART_BACKWARD) != 0;
-  if ((parts & PART_UPDATE) && epLayerUpdate(layer, routing))
-    return -1;
-  if ((parts & PART_DISPATCH) && epLayerDispatch(layer, backward))
-    return -1;
+  if ((parts & PART_UPDATE) && epLayerUpdate(layer, routing)) return -1;
+  if ((parts & PART_DISPATCH) && epLayerDispatch(layer, backward)) return -1;
   return (parts & PART_COMBINE) && epLayerCombine(layer, backward) ? -1 : 0;
 }
 
@@ -268,12 +260,9 @@ static int runParts(epLayer *layer, unsigned parts, unsigned routing) {
 static int keepSample(epPort *port, epBenchRow *row) {
   double mine = 0, largest = 0, *all = calloc((size_t)port->ranks, sizeof(*all));
   int rc = -1;
-  if (!all)
-    return epToolFail("out of host memory");
-  if (epPortElapsed(port, 0, 1, &mine) || epPortGather(port, &mine, all, sizeof(mine)))
-    goto done;
-  for (int r = 0; r < port->ranks; r++)
-    largest = all[r] > largest ? all[r] : largest;
+  if (!all) return epToolFail("out of host memory");
+  if (epPortElapsed(port, 0, 1, &mine) || epPortGather(port, &mine, all, sizeof(mine))) goto done;
+  for (int r = 0; r < port->ranks; r++) largest = all[r] > largest ? all[r] : largest;
   rc = row ? epBenchAddSample(row, largest) : 0;
 done:
   free(all);
@@ -286,18 +275,14 @@ static int timeParts(epBench *bench, epLayer *layer, const char *name, unsigned 
   epBenchRow *row = rowFor(bench, port, name);
   for (unsigned i = 0; i < o->warmup + o->iters; i++) {
     unsigned routing = i % bench->routings;
-    /* Eager updates wait on the host for their counts; the first call may load a kernel, which can wait for the stream. */
+    /* Eager updates wait on the host for their counts; the first call may load a kernel, which can wait for the stream.
+     */
     int hold = i > 0 && bench->layer.budget;
-    if (!(parts & PART_UPDATE) && epLayerUpdate(layer, routing))
-      return -1;
-    if (epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port)))
-      return -1;
-    if (epPortMark(port, 0) || runParts(layer, parts, routing) || epPortMark(port, 1))
-      return -1;
-    if ((hold && epPortRelease(port)) || epPortSync(port))
-      return -1;
-    if (i >= o->warmup && keepSample(port, row))
-      return -1;
+    if (!(parts & PART_UPDATE) && epLayerUpdate(layer, routing)) return -1;
+    if (epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port))) return -1;
+    if (epPortMark(port, 0) || runParts(layer, parts, routing) || epPortMark(port, 1)) return -1;
+    if ((hold && epPortRelease(port)) || epPortSync(port)) return -1;
+    if (i >= o->warmup && keepSample(port, row)) return -1;
   }
   return 0;
 }
@@ -316,23 +301,18 @@ static int uploadAll(epBench *bench, epLayer *layer) {
 static int timeAll(epBench *bench, epLayer *layer) {
   const epBenchOptions *o = bench->options;
   int dispatch = (o->ops & EP_OP_DISPATCH) != 0, combine = (o->ops & EP_OP_COMBINE) != 0;
-  if (dispatch && timeParts(bench, layer, "dispatch", PART_UPDATE | PART_DISPATCH))
-    return -1;
-  if (combine && timeParts(bench, layer, "combine", PART_COMBINE))
-    return -1;
-  if (o->backward && dispatch && timeParts(bench, layer, "dispatch-bwd", PART_DISPATCH | PART_BACKWARD))
-    return -1;
-  if (o->backward && combine && timeParts(bench, layer, "combine-bwd", PART_COMBINE | PART_BACKWARD))
-    return -1;
-  if (!o->parts)
-    return 0;
+  if (dispatch && timeParts(bench, layer, "dispatch", PART_UPDATE | PART_DISPATCH)) return -1;
+  if (combine && timeParts(bench, layer, "combine", PART_COMBINE)) return -1;
+  if (o->backward && dispatch && timeParts(bench, layer, "dispatch-bwd", PART_DISPATCH | PART_BACKWARD)) return -1;
+  if (o->backward && combine && timeParts(bench, layer, "combine-bwd", PART_COMBINE | PART_BACKWARD)) return -1;
+  if (!o->parts) return 0;
   return timeParts(bench, layer, "update", PART_UPDATE) || timeParts(bench, layer, "dispatch-cached", PART_DISPATCH) ||
                  timeParts(bench, layer, "all", PART_UPDATE | PART_DISPATCH | PART_COMBINE)
              ? -1
              : 0;
 }
 
-/* ---- Limits -------------------------------------------------------------------------------------------------------- */
+/* ---- Limits ----------------------------------------------------------------------------------------------------- */
 
 static int timeCopy(epBench *bench, epLayer *layer, const char *name, void *to, const void *from, double bytes,
                     int crosses) {
@@ -345,10 +325,10 @@ static int timeCopy(epBench *bench, epLayer *layer, const char *name, void *to, 
   }
   for (unsigned i = 0; i < o->warmup + o->iters; i++) {
     if (epPortBarrier(port) || epPortHold(port) || epPortMark(port, 0) ||
-        epPortCopyAsync(port, to, from, (size_t)bytes) || epPortMark(port, 1) || epPortRelease(port) || epPortSync(port))
+        epPortCopyAsync(port, to, from, (size_t)bytes) || epPortMark(port, 1) || epPortRelease(port) ||
+        epPortSync(port))
       return -1;
-    if (i >= o->warmup && keepSample(port, row))
-      return -1;
+    if (i >= o->warmup && keepSample(port, row)) return -1;
   }
   return 0;
 }
@@ -360,10 +340,8 @@ static int timeLimits(epBench *bench, epLayer *layer) {
   double room = (double)layer->outTokens.bytes, local = t.rows * (double)epLayerRowBytes(&bench->layer);
   void **peers = calloc((size_t)port->ranks, sizeof(*peers));
   int rc = -1;
-  if (!peers)
-    return epToolFail("out of host memory");
-  if (epPortMapPeers(port, layer->outTokens.base, peers))
-    goto done;
+  if (!peers) return epToolFail("out of host memory");
+  if (epPortMapPeers(port, layer->outTokens.base, peers)) goto done;
   if (port->ranks > 1) {
     unsigned char *next = peers[(port->rank + 1) % port->ranks];
     double bytes = t.bus < room ? t.bus : room;
@@ -380,22 +358,19 @@ done:
   return rc ? -1 : 0;
 }
 
-/* ---- The run ------------------------------------------------------------------------------------------------------- */
+/* ---- The run ---------------------------------------------------------------------------------------------------- */
 
 /* So that the process that prints knows of failures elsewhere. */
 static int tellAll(epPort *port) {
   unsigned mine = epToolFailuresHere(), others = 0, *all = calloc((size_t)port->ranks, sizeof(*all));
-  if (!all)
-    return epToolFail("out of host memory");
+  if (!all) return epToolFail("out of host memory");
   if (epPortGather(port, &mine, all, sizeof(mine))) {
     free(all);
     return -1;
   }
-  for (int r = 0; r < port->ranks; r++)
-    others += all[r];
+  for (int r = 0; r < port->ranks; r++) others += all[r];
   free(all);
-  if (others && !epToolFailures())
-    return epToolFail("rank %d: other ranks report %u failures", port->rank, others);
+  if (others && !epToolFailures()) return epToolFail("rank %d: other ranks report %u failures", port->rank, others);
   return 0;
 }
 
@@ -409,14 +384,10 @@ int epBenchRun(epPort *port, void *context) {
     return -1;
   }
   rc = collectHeader(bench, layer);
-  if (!rc && o->check)
-    rc = checkAll(bench, layer);
-  if (!rc && o->iters)
-    rc = uploadAll(bench, layer) || timeAll(bench, layer);
-  if (!rc && o->limits)
-    rc = timeLimits(bench, layer);
-  if (!rc)
-    rc = tellAll(port);
+  if (!rc && o->check) rc = checkAll(bench, layer);
+  if (!rc && o->iters) rc = uploadAll(bench, layer) || timeAll(bench, layer);
+  if (!rc && o->limits) rc = timeLimits(bench, layer);
+  if (!rc) rc = tellAll(port);
   rc |= epPortFaults(port);
   rc |= epLayerClose(layer);
   return rc ? -1 : 0;

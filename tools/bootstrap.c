@@ -35,11 +35,9 @@ static int readNumber(const char *name, int *value) {
   const char *text = getenv(name);
   char *end;
   long number;
-  if (!text || !*text)
-    return 0;
+  if (!text || !*text) return 0;
   number = strtol(text, &end, 10);
-  if (*end || number < 0 || number > 1 << 20)
-    return epToolFail("%s=%s: expected a number", name, text);
+  if (*end || number < 0 || number > 1 << 20) return epToolFail("%s=%s: expected a number", name, text);
   *value = (int)number;
   return 1;
 }
@@ -51,15 +49,12 @@ int epNetPlaceFromEnvironment(epNetPlace *place) {
   for (int i = 0; i < 2; i++) {
     int rank = readNumber(names[i][0], &place->rank), ranks = readNumber(names[i][1], &place->ranks);
     int local = readNumber(names[i][2], &place->localRank);
-    if (rank < 0 || ranks < 0 || local < 0)
-      return -1;
-    if (!rank || !ranks)
-      continue;
+    if (rank < 0 || ranks < 0 || local < 0) return -1;
+    if (!rank || !ranks) continue;
     if (place->ranks < 1 || place->rank >= place->ranks)
       return epToolFail("%s=%d, %s=%d: expected a rank below the size", names[i][0], place->rank, names[i][1],
                         place->ranks);
-    if (!local)
-      place->localRank = place->rank;
+    if (!local) place->localRank = place->rank;
     return place->ranks > 1;
   }
   return 0;
@@ -74,10 +69,8 @@ static double now(void) {
 static int sendAll(int socket, const void *data, size_t bytes) {
   for (size_t at = 0; at < bytes;) {
     ssize_t n = send(socket, (const char *)data + at, bytes - at, MSG_NOSIGNAL);
-    if (n < 0 && errno == EINTR)
-      continue;
-    if (n <= 0)
-      return -1;
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return -1;
     at += (size_t)n;
   }
   return 0;
@@ -86,10 +79,8 @@ static int sendAll(int socket, const void *data, size_t bytes) {
 static int receiveAll(int socket, void *data, size_t bytes) {
   for (size_t at = 0; at < bytes;) {
     ssize_t n = recv(socket, (char *)data + at, bytes - at, 0);
-    if (n < 0 && errno == EINTR)
-      continue;
-    if (n <= 0)
-      return -1;
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return -1;
     at += (size_t)n;
   }
   return 0;
@@ -102,7 +93,7 @@ static void tune(int socket) {
   setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
 }
 
-/* ---- Where rank 0 is ---------------------------------------------------------------------------------------------- */
+/* ---- Where rank 0 is -------------------------------------------------------------------------------------------- */
 
 typedef struct meeting {
   char file[512]; /* empty: fixed address */
@@ -114,16 +105,14 @@ static int findMeeting(const epNetPlace *place, meeting *m) {
   const char *file = getenv("NCCL_EP_BENCH_ID_FILE"), *host = getenv("MASTER_ADDR"), *job = getenv("PMIX_NAMESPACE");
   int port = 0, own = readNumber("NCCL_EP_BENCH_PORT", &m->port), master = readNumber("MASTER_PORT", &port), local = 0;
   *m->file = 0;
-  if (own < 0 || master < 0)
-    return -1;
+  if (own < 0 || master < 0) return -1;
   if (file && *file) {
     snprintf(m->file, sizeof(m->file), "%s", file);
     return 0;
   }
   if (host && *host && (own || master)) {
     snprintf(m->host, sizeof(m->host), "%s", host);
-    if (!own)
-      m->port = port + 1;
+    if (!own) m->port = port + 1;
     return 0;
   }
   /* OpenMPI on one host names its job */
@@ -135,9 +124,10 @@ static int findMeeting(const epNetPlace *place, meeting *m) {
     }
     return 0;
   }
-  return epToolFail("%d processes, but no way to find rank 0: set NCCL_EP_BENCH_ID_FILE to a path that all ranks see, or "
-                    "MASTER_ADDR and MASTER_PORT",
-                    place->ranks);
+  return epToolFail(
+      "%d processes, but no way to find rank 0: set NCCL_EP_BENCH_ID_FILE to a path that all ranks see, or "
+      "MASTER_ADDR and MASTER_PORT",
+      place->ranks);
 }
 
 /* Written under another name first, so that nobody reads half an address. */
@@ -151,20 +141,17 @@ static int announce(const meeting *m, int listener) {
     return epToolFail("rank 0: cannot tell its own address: %s", strerror(errno));
   snprintf(temporary, sizeof(temporary), "%s.new", m->file);
   file = fopen(temporary, "w");
-  if (!file)
-    return epToolFail("rank 0: %s: %s", temporary, strerror(errno));
+  if (!file) return epToolFail("rank 0: %s: %s", temporary, strerror(errno));
   bad = fprintf(file, "%s %d\n", host, ntohs(address.sin_port)) < 0;
   bad |= fclose(file) != 0;
-  if (bad || rename(temporary, m->file))
-    return epToolFail("rank 0: %s: %s", m->file, strerror(errno));
+  if (bad || rename(temporary, m->file)) return epToolFail("rank 0: %s: %s", m->file, strerror(errno));
   return 0;
 }
 
 static int readAnnouncement(meeting *m) {
   FILE *file = fopen(m->file, "r");
   int fields;
-  if (!file)
-    return -1;
+  if (!file) return -1;
   fields = fscanf(file, "%255s %d", m->host, &m->port);
   fclose(file);
   return fields == 2 ? 0 : -1;
@@ -175,8 +162,7 @@ static int dial(const char *host, int port) {
   char service[16];
   int fd = -1;
   snprintf(service, sizeof(service), "%d", port);
-  if (getaddrinfo(host, service, &hints, &found))
-    return -1;
+  if (getaddrinfo(host, service, &hints, &found)) return -1;
   for (struct addrinfo *a = found; a && fd < 0; a = a->ai_next) {
     fd = socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC, a->ai_protocol);
     if (fd >= 0 && connect(fd, a->ai_addr, a->ai_addrlen)) {
@@ -188,21 +174,19 @@ static int dial(const char *host, int port) {
   return fd;
 }
 
-/* ---- Connecting --------------------------------------------------------------------------------------------------- */
+/* ---- Connecting ------------------------------------------------------------------------------------------------- */
 
 static int serve(epNet *net, const meeting *m) {
   struct sockaddr_in any = {.sin_family = AF_INET, .sin_port = htons((uint16_t)(*m->file ? 0 : m->port))};
   int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), one = 1, rc = -1;
   double deadline = now() + CONNECT_SECONDS;
-  if (listener < 0)
-    return epToolFail("rank 0: socket: %s", strerror(errno));
+  if (listener < 0) return epToolFail("rank 0: socket: %s", strerror(errno));
   setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
   if (bind(listener, (struct sockaddr *)&any, sizeof(any)) || listen(listener, net->ranks)) {
     epToolFail("rank 0: port %d: %s (NCCL_EP_BENCH_PORT chooses another)", m->port, strerror(errno));
     goto done;
   }
-  if (*m->file && announce(m, listener))
-    goto done;
+  if (*m->file && announce(m, listener)) goto done;
   for (int present = 1; present < net->ranks;) {
     struct pollfd ready = {.fd = listener, .events = POLLIN};
     double left = deadline - now();
@@ -213,8 +197,7 @@ static int serve(epNet *net, const meeting *m) {
       goto done;
     }
     fd = accept(listener, NULL, NULL);
-    if (fd < 0)
-      continue;
+    if (fd < 0) continue;
     tune(fd);
     if (receiveAll(fd, &h, sizeof(h)) || h.magic != HELLO || h.ranks != (uint32_t)net->ranks || !h.rank ||
         h.rank >= h.ranks || net->sockets[h.rank] >= 0 || sendAll(fd, &h, sizeof(h))) {
@@ -224,8 +207,7 @@ static int serve(epNet *net, const meeting *m) {
     net->sockets[h.rank] = fd;
     present++;
   }
-  if (*m->file)
-    unlink(m->file);
+  if (*m->file) unlink(m->file);
   rc = 0;
 done:
   close(listener);
@@ -257,8 +239,7 @@ static int join(epNet *net, meeting *m) {
 int epNetOpen(const epNetPlace *place, epNet **out) {
   epNet *net = calloc(1, sizeof(*net));
   meeting m = {.host = "?"};
-  if (!net)
-    return epToolFail("out of host memory");
+  if (!net) return epToolFail("out of host memory");
   net->rank = place->rank;
   net->ranks = place->ranks;
   net->sockets = malloc((size_t)place->ranks * sizeof(int));
@@ -266,8 +247,7 @@ int epNetOpen(const epNetPlace *place, epNet **out) {
     free(net);
     return epToolFail("out of host memory");
   }
-  for (int i = 0; i < place->ranks; i++)
-    net->sockets[i] = -1;
+  for (int i = 0; i < place->ranks; i++) net->sockets[i] = -1;
   if (findMeeting(place, &m) || (place->rank ? join(net, &m) : serve(net, &m))) {
     epNetClose(net);
     return -1;
@@ -293,11 +273,9 @@ int epNetGather(epNet *net, const void *mine, void *all, size_t bytes) {
 }
 
 void epNetClose(epNet *net) {
-  if (!net)
-    return;
+  if (!net) return;
   for (int i = 0; i < net->ranks; i++)
-    if (net->sockets[i] >= 0)
-      close(net->sockets[i]);
+    if (net->sockets[i] >= 0) close(net->sockets[i]);
   free(net->sockets);
   free(net);
 }

@@ -1,5 +1,5 @@
-/* How processes of one run, one a rank, find each other without MPI: rank and size from the launcher's variables, then a
- * star of TCP connections to rank 0, over which a gather (and so a barrier) runs. */
+/* How processes of one run, one a rank, find each other without MPI: rank and size from the launcher's variables, then
+ * a star of TCP connections to rank 0, over which a gather (and so a barrier) runs. */
 #ifndef EP_TOOLS_BOOTSTRAP_H_
 #define EP_TOOLS_BOOTSTRAP_H_
 
@@ -11,8 +11,8 @@ typedef struct epNetPlace {
   int rank, ranks, localRank;
 } epNetPlace;
 
-/* 1 when torchrun's (RANK, WORLD_SIZE, LOCAL_RANK) or OpenMPI's (OMPI_COMM_WORLD_*) variables say that this process is one
- * of several; 0 when it is alone; -1 after telling what is wrong with them. */
+/* 1 when torchrun's (RANK, WORLD_SIZE, LOCAL_RANK) or OpenMPI's (OMPI_COMM_WORLD_*) variables say that this process is
+ * one of several; 0 when it is alone; -1 after telling what is wrong with them. */
 int epNetPlaceFromEnvironment(epNetPlace *place);
 
 /* Where rank 0 is: NCCL_EP_BENCH_ID_FILE (a path all ranks see; rank 0 writes its address there), else MASTER_ADDR and

@@ -1,5 +1,5 @@
-/* Comparison of one rank's results with the reference. Rows are generated when they are compared, from the hash that made
- * the inputs: no rank needs another's memory, and nothing large is kept. */
+/* Comparison of one rank's results with the reference. Rows are generated when they are compared, from the hash that
+ * made the inputs: no rank needs another's memory, and nothing large is kept. */
 #include "check.h"
 
 #include <math.h>
@@ -15,11 +15,10 @@
 #define UPLOAD_ROWS 1024u
 
 static void take(uint64_t *hash, const void *data, size_t bytes) {
-  if (hash)
-    *hash = XXH3_64bits_withSeed(data, bytes, *hash);
+  if (hash) *hash = XXH3_64bits_withSeed(data, bytes, *hash);
 }
 
-/* ---- Inputs -------------------------------------------------------------------------------------------------------- */
+/* ---- Inputs ----------------------------------------------------------------------------------------------------- */
 
 int epCheckUploadTokens(epLayer *layer, const epCheckCase *what, epDataKind kind) {
   const epLayerConfig *c = &layer->config;
@@ -67,8 +66,7 @@ int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what) {
       else
         epDataRow(c->type, what->seed, EP_DATA_OUTPUT, rank, first + i, rows + i * row, c->hidden);
       for (uint32_t k = 0; k < perRow; k++)
-        weights[i * perRow + k] =
-            padding ? NAN : epDataWeight(what->seed, EP_DATA_GRAD_WEIGHT, rank, first + i, k);
+        weights[i * perRow + k] = padding ? NAN : epDataWeight(what->seed, EP_DATA_GRAD_WEIGHT, rank, first + i, k);
     }
     if (epPortCopy(layer->port, layer->expertOut.data + first * row, rows, count * row) ||
         (c->backward && epPortCopy(layer->port, layer->expertWeights.data + first * perRow * sizeof(*weights), weights,
@@ -82,7 +80,7 @@ done:
   return rc;
 }
 
-/* ---- Comparing ----------------------------------------------------------------------------------------------------- */
+/* ---- Comparing -------------------------------------------------------------------------------------------------- */
 
 /* One tensor's comparison: tells the first wrong byte, counts wrong rows. */
 typedef struct comparison {
@@ -106,24 +104,21 @@ static void noteRow(comparison *c, uint64_t row, const char *origin, const void 
   const unsigned char *g = got, *w = want;
   char gotText[2 * 8 + 1] = "", wantText[2 * 8 + 1] = "";
   size_t at = 0, from;
-  if (c->wrongRows++)
-    return;
-  while (at < bytes && g[at] == w[at])
-    at++;
+  if (c->wrongRows++) return;
+  while (at < bytes && g[at] == w[at]) at++;
   from = at / element * element;
   for (size_t i = 0; i < element; i++) { /* most significant byte first, as one reads numbers */
     snprintf(gotText + 2 * i, 3, "%02x", g[from + element - 1 - i]);
     snprintf(wantText + 2 * i, 3, "%02x", w[from + element - 1 - i]);
   }
-  snprintf(c->first, sizeof(c->first), "row %llu (%s), byte %zu: got 0x%s, want 0x%s", (unsigned long long)row, origin, at,
-           gotText, wantText);
+  snprintf(c->first, sizeof(c->first), "row %llu (%s), byte %zu: got 0x%s, want 0x%s", (unsigned long long)row, origin,
+           at, gotText, wantText);
 }
 
 static void compareRow(comparison *c, uint64_t row, epRefRow from, const void *got, const void *want, size_t bytes,
                        size_t element) {
   char origin[64];
-  if (!memcmp(got, want, bytes))
-    return;
+  if (!memcmp(got, want, bytes)) return;
   describe(origin, sizeof(origin), from);
   noteRow(c, row, origin, got, want, bytes, element);
 }
@@ -154,8 +149,7 @@ static void dispatchTokens(epLayer *layer, const epCheckCase *what, epDataKind k
   const epLayerConfig *c = &layer->config;
   uint32_t rank = (uint32_t)layer->port->rank;
   const epRefRank *mine = &what->ref->rank[rank];
-  comparison cmp = {.rank = layer->port->rank,
-                    .tensor = backward ? "dispatch (backward): tokens" : "dispatch: tokens"};
+  comparison cmp = {.rank = layer->port->rank, .tensor = backward ? "dispatch (backward): tokens" : "dispatch: tokens"};
   size_t row = epLayerRowBytes(c);
   for (uint64_t i = 0; i < mine->rows; i++) {
     epRefRow from = mine->row[i];
@@ -186,7 +180,8 @@ static void dispatchWeights(epLayer *layer, const epCheckCase *what, const float
     }
     compareRow(&cmp, i, from, got + i * perRow, want, perRow * sizeof(float), sizeof(float));
   }
-  compareFill(&cmp, (const unsigned char *)got, filled, c->capacity, perRow * sizeof(float), EP_FILL_NAN, sizeof(float));
+  compareFill(&cmp, (const unsigned char *)got, filled, c->capacity, perRow * sizeof(float), EP_FILL_NAN,
+              sizeof(float));
   conclude(&cmp, filled);
 }
 
@@ -202,8 +197,7 @@ static void dispatchIndices(epLayer *layer, const epCheckCase *what, const int64
     if (i < mine->rows)
       epRefIndexRow(what->ref, rank, i, 0, want);
     else
-      for (uint32_t k = 0; k < c->topk; k++)
-        want[k] = -1;
+      for (uint32_t k = 0; k < c->topk; k++) want[k] = -1;
     compareRow(&cmp, i, from, got + i * c->topk, want, c->topk * sizeof(int64_t), sizeof(int64_t));
   }
   compareFill(&cmp, (const unsigned char *)got, filled, c->capacity, c->topk * sizeof(int64_t), EP_FILL_BYTE,
@@ -219,18 +213,15 @@ int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, in
     epToolFail("out of host memory");
     goto done;
   }
-  if (epLayerRead(layer, &layer->outTokens, layer->outTokens.bytes, &tokens))
-    goto done;
+  if (epLayerRead(layer, &layer->outTokens, layer->outTokens.bytes, &tokens)) goto done;
   dispatchTokens(layer, what, kind, backward, tokens, want);
   take(hash, tokens, layer->outTokens.bytes);
   if (!backward) {
-    if (epLayerRead(layer, &layer->outWeights, layer->outWeights.bytes, &weights))
-      goto done;
+    if (epLayerRead(layer, &layer->outWeights, layer->outWeights.bytes, &weights)) goto done;
     dispatchWeights(layer, what, weights);
     take(hash, weights, layer->outWeights.bytes);
     if (c->layout == EP_REF_FLAT) {
-      if (epLayerRead(layer, &layer->outIdx, layer->outIdx.bytes, &idx))
-        goto done;
+      if (epLayerRead(layer, &layer->outIdx, layer->outIdx.bytes, &idx)) goto done;
       dispatchIndices(layer, what, idx);
       take(hash, idx, layer->outIdx.bytes);
     }
@@ -244,7 +235,7 @@ done:
   return rc;
 }
 
-/* ---- Combine ------------------------------------------------------------------------------------------------------- */
+/* ---- Combine ---------------------------------------------------------------------------------------------------- */
 
 /* NaN compares as NaN: the payload of a sum is the machine's affair. */
 static void equaliseNan(epRefType type, uint32_t hidden, const void *got, void *want) {
@@ -266,8 +257,7 @@ static void combineTokens(epLayer *layer, const epCheckCase *what, int backward,
     const void *rows[32] = {NULL};
     for (uint32_t k = 0; k < c->topk; k++) {
       int64_t slot = what->ref->slot[rank][(size_t)t * c->topk + k];
-      if (slot < 0)
-        continue;
+      if (slot < 0) continue;
       epDataRow(c->type, what->seed, EP_DATA_OUTPUT, (uint32_t)epRefOwner(what->ref, rank, t, k), (uint64_t)slot,
                 work + k * row, c->hidden);
       rows[k] = work + k * row;
@@ -295,7 +285,8 @@ static void combineWeights(epLayer *layer, const epCheckCase *what, const float 
     compareRow(&cmp, t, (epRefRow){(int32_t)rank, (int32_t)t, -1}, got + (size_t)t * c->topk, want,
                c->topk * sizeof(float), sizeof(float));
   }
-  compareFill(&cmp, (const unsigned char *)got, tokens, c->maxTokens, c->topk * sizeof(float), EP_FILL_NAN, sizeof(float));
+  compareFill(&cmp, (const unsigned char *)got, tokens, c->maxTokens, c->topk * sizeof(float), EP_FILL_NAN,
+              sizeof(float));
   conclude(&cmp, tokens);
 }
 
@@ -309,13 +300,11 @@ int epCheckCombine(epLayer *layer, const epCheckCase *what, int backward, uint64
     epToolFail("out of host memory");
     goto done;
   }
-  if (epLayerRead(layer, &layer->y, layer->y.bytes, &y))
-    goto done;
+  if (epLayerRead(layer, &layer->y, layer->y.bytes, &y)) goto done;
   combineTokens(layer, what, backward, y, work, scratch);
   take(hash, y, layer->y.bytes);
   if (backward) {
-    if (epLayerRead(layer, &layer->yWeights, layer->yWeights.bytes, &weights))
-      goto done;
+    if (epLayerRead(layer, &layer->yWeights, layer->yWeights.bytes, &weights)) goto done;
     combineWeights(layer, what, weights);
     take(hash, weights, layer->yWeights.bytes);
   }
@@ -328,7 +317,7 @@ done:
   return rc;
 }
 
-/* ---- Counts -------------------------------------------------------------------------------------------------------- */
+/* ---- Counts ----------------------------------------------------------------------------------------------------- */
 
 static int64_t counterAt(const epLayer *layer, const void *counters, uint32_t i) {
   return layer->config.index32 ? ((const int32_t *)counters)[i] : ((const int64_t *)counters)[i];
@@ -336,8 +325,7 @@ static int64_t counterAt(const epLayer *layer, const void *counters, uint32_t i)
 
 static int compareCounters(epLayer *layer, const epBuffer *buffer, const uint64_t *want, uint32_t count) {
   void *got = NULL;
-  if (epLayerRead(layer, buffer, buffer->bytes, &got))
-    return -1;
+  if (epLayerRead(layer, buffer, buffer->bytes, &got)) return -1;
   for (uint32_t i = 0; i < count; i++)
     if (counterAt(layer, got, i) != (int64_t)want[i]) {
       epToolFail("rank %d: %s[%u]: got %lld, want %llu", layer->port->rank, buffer->name, i,
@@ -363,8 +351,7 @@ static int checkHostCounts(epLayer *layer, const epCheckCase *what) {
   unsigned *words = calloc(ranks + 2ull * locals, sizeof(*words));
   uint64_t totals[2] = {mine->total, mine->needed};
   ncclResult_t rc;
-  if (!words)
-    return epToolFail("out of host memory");
+  if (!words) return epToolFail("out of host memory");
   counts.per_source = words;
   counts.per_expert = words + ranks;
   counts.per_expert_padded = words + ranks + locals;
@@ -392,7 +379,7 @@ int epCheckCounts(epLayer *layer, const epCheckCase *what) {
   return checkHostCounts(layer, what);
 }
 
-/* ---- Metadata ------------------------------------------------------------------------------------------------------ */
+/* ---- Metadata --------------------------------------------------------------------------------------------------- */
 
 static int compareMetadata(epLayer *layer, const epCheckCase *what, const ncclEpHandleMetadata_t *got) {
   const epRef *ref = what->ref;
@@ -400,26 +387,24 @@ static int compareMetadata(epLayer *layer, const epCheckCase *what, const ncclEp
   for (uint32_t s = 0; s < ref->in.ranks; s++)
     for (uint32_t t = 0; t < ref->in.tokens[s]; t++) {
       int here = 0;
-      for (uint32_t k = 0; k < ref->in.topk; k++)
-        here |= epRefOwner(ref, s, t, k) == (int)rank;
-      if (!here)
-        continue;
+      for (uint32_t k = 0; k < ref->in.topk; k++) here |= epRefOwner(ref, s, t, k) == (int)rank;
+      if (!here) continue;
       if (row >= got->received || got->source_rank[row] != (int)s || got->source_token[row] != (int)t)
-        return epToolFail("rank %u: metadata: received row %u: got rank %d, token %d of %u rows, want rank %u, token %u", rank, row,
-                          row < got->received ? got->source_rank[row] : -1,
-                          row < got->received ? got->source_token[row] : -1, got->received, s, t);
+        return epToolFail(
+            "rank %u: metadata: received row %u: got rank %d, token %d of %u rows, want rank %u, token %u", rank, row,
+            row < got->received ? got->source_rank[row] : -1, row < got->received ? got->source_token[row] : -1,
+            got->received, s, t);
       row++;
     }
-  if (row != got->received)
-    return epToolFail("rank %u: metadata: received: got %u, want %u", rank, got->received, row);
+  if (row != got->received) return epToolFail("rank %u: metadata: received: got %u, want %u", rank, got->received, row);
   for (uint32_t t = 0; t < ref->in.tokens[rank]; t++)
     for (uint32_t k = 0; k < ref->in.topk; k++) {
       size_t at = (size_t)t * ref->in.topk + k;
       int owner = epRefOwner(ref, rank, t, k);
       int dropped = owner >= 0 && ref->slot[rank][at] < 0;
       if (got->sent_slot[at] != ref->slot[rank][at] && !dropped)
-        return epToolFail("rank %u: metadata: sent_slot of token %u, k %u: got %lld, want %lld", rank, t, k, got->sent_slot[at],
-                          (long long)ref->slot[rank][at]);
+        return epToolFail("rank %u: metadata: sent_slot of token %u, k %u: got %lld, want %lld", rank, t, k,
+                          got->sent_slot[at], (long long)ref->slot[rank][at]);
     }
   return 0;
 }
@@ -430,8 +415,7 @@ int epCheckMetadata(epLayer *layer, const epCheckCase *what) {
   size_t received = 0, sent = (size_t)what->routing->tokens[rank] * layer->config.topk;
   ncclResult_t rc;
   int wrong = -1;
-  for (uint32_t s = 0; s < what->ref->in.ranks; s++)
-    received += what->ref->rank[rank].perSource[s];
+  for (uint32_t s = 0; s < what->ref->in.ranks; s++) received += what->ref->rank[rank].perSource[s];
   metadata.source_rank = calloc(received + 1, sizeof(int));
   metadata.source_token = calloc(received + 1, sizeof(int));
   metadata.sent_slot = calloc(sent + 1, sizeof(long long));
@@ -455,12 +439,11 @@ done:
   return wrong;
 }
 
-/* ---- Asynchronous errors ------------------------------------------------------------------------------------------- */
+/* ---- Asynchronous errors ---------------------------------------------------------------------------------------- */
 
 static int holdsBadIndex(const epCheckCase *what, uint32_t rank) {
   for (size_t i = 0; i < (size_t)what->routing->tokens[rank] * what->ref->in.topk; i++)
-    if (what->routing->idx[rank][i] < -1 || what->routing->idx[rank][i] >= (int64_t)what->ref->in.experts)
-      return 1;
+    if (what->routing->idx[rank][i] < -1 || what->routing->idx[rank][i] >= (int64_t)what->ref->in.experts) return 1;
   return 0;
 }
 
@@ -470,16 +453,14 @@ int epCheckErrors(epLayer *layer, const epCheckCase *what) {
   ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
   int overflow = mine->needed > mine->rows, badIndex = holdsBadIndex(what, rank), asyncError = 0;
   ncclResult_t rc = ncclEpGetErrorInfo(layer->group, &info);
-  if (rc == ncclSuccess)
-    rc = ncclEpGetAsyncError(layer->group, &asyncError);
+  if (rc == ncclSuccess) rc = ncclEpGetAsyncError(layer->group, &asyncError);
   if (rc != ncclSuccess)
     return epToolFail("rank %u: asking for the asynchronous error: error %d: %s", rank, (int)rc,
                       ncclEpGetLastErrorString());
   if (!info.code != !asyncError)
     epToolFail("rank %u: ncclEpGetErrorInfo says code %d, ncclEpGetAsyncError says %d", rank, info.code, asyncError);
   if (!overflow && !badIndex) {
-    if (!info.code)
-      return 0;
+    if (!info.code) return 0;
     return epToolFail("rank %u: asynchronous error: %s", rank, info.text);
   }
   if (!(overflow && info.code == 4 && info.expected == mine->needed) && !(badIndex && info.code == 3))

@@ -1,5 +1,5 @@
-/* Whether one rank's results are the reference's, bit for bit, and what a run's inputs are. The first wrong byte of each
- * tensor is told with where it came from, what was found and what was expected. */
+/* Whether one rank's results are the reference's, bit for bit, and what a run's inputs are. The first wrong byte of
+ * each tensor is told with where it came from, what was found and what was expected. */
 #ifndef EP_TOOLS_CHECK_H_
 #define EP_TOOLS_CHECK_H_
 
@@ -13,12 +13,13 @@ typedef struct epCheckCase {
   uint32_t scaleUp;
 } epCheckCase;
 
-/* Uploads tokens and weights (kind: EP_DATA_TOKEN or EP_DATA_GRADIENT), and the expert outputs that combine will sum. */
+/* Uploads tokens and weights (kind: EP_DATA_TOKEN or EP_DATA_GRADIENT), and the expert outputs that combine will sum.
+ */
 int epCheckUploadTokens(epLayer *layer, const epCheckCase *what, epDataKind kind);
 int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what);
 
-/* Compare what is in the layer's buffers; the stream is idle. hash, if not NULL, takes in every byte of the outputs. -1:
- * could not compare; wrong values are counted as failures and return 0. */
+/* Compare what is in the layer's buffers; the stream is idle. hash, if not NULL, takes in every byte of the outputs.
+ * -1: could not compare; wrong values are counted as failures and return 0. */
 int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, int backward, uint64_t *hash);
 int epCheckCombine(epLayer *layer, const epCheckCase *what, int backward, uint64_t *hash);
 int epCheckCounts(epLayer *layer, const epCheckCase *what);

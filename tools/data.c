@@ -29,8 +29,7 @@ static uint64_t finiteWord(epRefType type, uint64_t word) {
   unsigned width = type == EP_REF_F32 ? 32 : 16, low = type == EP_REF_BF16 ? 7 : type == EP_REF_F16 ? 10 : 23;
   uint64_t field = type == EP_REF_F16 ? 31 : 255;
   for (unsigned at = 0; at < 64; at += width)
-    if ((word >> (at + low) & field) == field)
-      word &= ~(1ull << (at + low));
+    if ((word >> (at + low) & field) == field) word &= ~(1ull << (at + low));
   return word;
 }
 
@@ -45,7 +44,8 @@ static uint64_t nearOneWord(epRefType type, uint64_t word) {
   return word;
 }
 
-void epDataRow(epRefType type, uint64_t seed, epDataKind kind, uint32_t rank, uint64_t row, void *out, uint32_t hidden) {
+void epDataRow(epRefType type, uint64_t seed, epDataKind kind, uint32_t rank, uint64_t row, void *out,
+               uint32_t hidden) {
   size_t bytes = hidden * epRefTypeBytes(type);
   uint64_t state = epDataHash(seed, (uint64_t)kind << 32 | rank, row);
   for (size_t at = 0; at < bytes; at += 8) {
@@ -60,7 +60,7 @@ float epDataWeight(uint64_t seed, epDataKind kind, uint32_t rank, uint64_t row, 
   return (float)((bits >> 40) + 1) * 0x1p-24f;
 }
 
-/* ---- Routing ------------------------------------------------------------------------------------------------------ */
+/* ---- Routing ---------------------------------------------------------------------------------------------------- */
 
 typedef struct generator {
   uint64_t state;
@@ -72,8 +72,7 @@ static double unit(generator *g) { return (double)((next(g) >> 11) + 1) * 0x1p-5
 
 static int holds(const int64_t *row, uint32_t count, int64_t value) {
   for (uint32_t i = 0; i < count; i++)
-    if (row[i] == value)
-      return 1;
+    if (row[i] == value) return 1;
   return 0;
 }
 
@@ -83,8 +82,7 @@ static void drawDistinct(generator *g, const uint32_t *groups, uint32_t groupCou
   for (uint32_t k = 0; k < topk;) {
     uint32_t pick = below(g, groupCount * width);
     int64_t expert = (int64_t)groups[pick / width] * width + pick % width;
-    if (!holds(row, k, expert))
-      row[k++] = expert;
+    if (!holds(row, k, expert)) row[k++] = expert;
   }
 }
 
@@ -92,10 +90,8 @@ static void drawGrouped(generator *g, const epRouteSpec *spec, int64_t *row) {
   uint32_t groups[4];
   for (uint32_t i = 0; i < 4;) {
     uint32_t j = 0, group = below(g, 8);
-    while (j < i && groups[j] != group)
-      j++;
-    if (j == i)
-      groups[i++] = group;
+    while (j < i && groups[j] != group) j++;
+    if (j == i) groups[i++] = group;
   }
   drawDistinct(g, groups, 4, spec->experts / 8, spec->topk, row);
 }
@@ -121,10 +117,10 @@ static void drawZipf(generator *g, const epRouteSpec *spec, int64_t *row) {
   }
 }
 
-static void drawRow(generator *g, const epRouteSpec *spec, uint64_t seed, uint32_t token, size_t fileRow, int64_t *row) {
+static void drawRow(generator *g, const epRouteSpec *spec, uint64_t seed, uint32_t token, size_t fileRow,
+                    int64_t *row) {
   const uint32_t all = 0;
-  for (uint32_t k = 0; k < spec->topk; k++)
-    row[k] = -1;
+  for (uint32_t k = 0; k < spec->topk; k++) row[k] = -1;
   switch (spec->kind) {
   case EP_ROUTE_UNIFORM:
     drawDistinct(g, &all, 1, spec->experts, spec->topk, row);
@@ -139,8 +135,7 @@ static void drawRow(generator *g, const epRouteSpec *spec, uint64_t seed, uint32
     row[token % spec->topk] = (int64_t)(epDataHash(seed, 11, 0) % spec->experts);
     break;
   case EP_ROUTE_REPEATED:
-    for (uint32_t k = 0; k < spec->topk; k++)
-      row[k] = below(g, spec->experts);
+    for (uint32_t k = 0; k < spec->topk; k++) row[k] = below(g, spec->experts);
     break;
   case EP_ROUTE_NONE:
     break;
@@ -149,20 +144,19 @@ static void drawRow(generator *g, const epRouteSpec *spec, uint64_t seed, uint32
     break;
   }
   for (uint32_t k = 0; k < spec->topk && spec->minusOne > 0; k++)
-    if (unit(g) <= spec->minusOne)
-      row[k] = -1;
+    if (unit(g) <= spec->minusOne) row[k] = -1;
 }
 
 static int checkSpec(const epRouteSpec *spec) {
-  if (spec->topk < 1 || spec->topk > 32)
-    return epToolFail("--topk %u: expected 1 to 32", spec->topk);
+  if (spec->topk < 1 || spec->topk > 32) return epToolFail("--topk %u: expected 1 to 32", spec->topk);
   if ((spec->kind == EP_ROUTE_UNIFORM || spec->kind == EP_ROUTE_ZIPF) && spec->topk > spec->experts)
     return epToolFail("--topk %u: a token cannot select more than the %u experts there are (use --routing repeated)",
                       spec->topk, spec->experts);
   if (spec->kind == EP_ROUTE_GROUPED && (spec->experts % 8 || spec->topk > spec->experts / 2))
-    return epToolFail("--routing grouped: expected experts in 8 equal groups and topk at most half of them, got %u experts "
-                      "and topk %u",
-                      spec->experts, spec->topk);
+    return epToolFail(
+        "--routing grouped: expected experts in 8 equal groups and topk at most half of them, got %u experts "
+        "and topk %u",
+        spec->experts, spec->topk);
   return 0;
 }
 
@@ -170,18 +164,15 @@ int epRoutingMake(const epRouteSpec *spec, uint64_t seed, epRouting *out) {
   size_t fileRow = 0;
   generator g = {epDataHash(seed, 3, 0)};
   *out = (epRouting){.ranks = spec->ranks};
-  if (checkSpec(spec))
-    return -1;
+  if (checkSpec(spec)) return -1;
   out->tokens = calloc(spec->ranks, sizeof(*out->tokens));
   out->idx = calloc(spec->ranks, sizeof(*out->idx));
-  if (!out->tokens || !out->idx)
-    goto noMemory;
+  if (!out->tokens || !out->idx) goto noMemory;
   for (uint32_t r = 0; r < spec->ranks; r++) {
     uint32_t low = spec->tokensLow[r], high = spec->tokensHigh[r];
     out->tokens[r] = low == high ? low : low + below(&g, high - low + 1);
     out->idx[r] = malloc(((size_t)out->tokens[r] * spec->topk + 1) * sizeof(int64_t));
-    if (!out->idx[r])
-      goto noMemory;
+    if (!out->idx[r]) goto noMemory;
     if (spec->kind == EP_ROUTE_FILE && fileRow + out->tokens[r] > spec->fileRows) {
       epToolFail("--routing FILE: it holds %zu rows, rank %u needs rows %zu to %zu", spec->fileRows, r, fileRow,
                  fileRow + out->tokens[r]);
@@ -199,8 +190,7 @@ fail:
 }
 
 void epRoutingFree(epRouting *routing) {
-  for (uint32_t r = 0; routing->idx && r < routing->ranks; r++)
-    free(routing->idx[r]);
+  for (uint32_t r = 0; routing->idx && r < routing->ranks; r++) free(routing->idx[r]);
   free(routing->idx);
   free(routing->tokens);
   *routing = (epRouting){0};
@@ -214,8 +204,9 @@ static int readFile(const char *path, epRouteSpec *spec) {
   int64_t *entries = NULL;
   int rc = -1;
   if (!file)
-    return epToolFail("--routing %s: neither a kind (uniform, grouped, zipf, one-expert, repeated, none) nor a file: %s",
-                      path, strerror(errno));
+    return epToolFail(
+        "--routing %s: neither a kind (uniform, grouped, zipf, one-expert, repeated, none) nor a file: %s", path,
+        strerror(errno));
   spec->fileRows = 0;
   while (getline(&line, &lineSize, file) >= 0) {
     uint32_t count = 0;
@@ -234,10 +225,8 @@ static int readFile(const char *path, epRouteSpec *spec) {
       long long value;
       at += strspn(at, " \t,\r");
       value = strtoll(at, &end, 10);
-      if (end == at)
-        break;
-      if (count < spec->topk)
-        entries[spec->fileRows * spec->topk + count] = value;
+      if (end == at) break;
+      if (count < spec->topk) entries[spec->fileRows * spec->topk + count] = value;
       count++;
     }
     if (*at || (count && count != spec->topk)) {

@@ -18,8 +18,7 @@ static char driverReason[256], ncclReason[256]; /* empty: usable */
 /* ISO C has no cast from object to function pointer; POSIX promises that this copy works. */
 static int bind(void *library, const char *symbol, void *field, char *reason, size_t size) {
   void *found = dlsym(library, symbol);
-  if (!found)
-    snprintf(reason, size, "symbol %s is missing", symbol);
+  if (!found) snprintf(reason, size, "symbol %s is missing", symbol);
   memcpy(field, &found, sizeof(found));
   return found ? 0 : -1;
 }
@@ -31,14 +30,12 @@ static void openDriver(void) {
     snprintf(driverReason, sizeof(driverReason), "libcuda.so.1 was not found: no NVIDIA driver");
     return;
   }
-#define X(field, symbol, arguments)                                                                                    \
-  if (bind(library, symbol, &driver.field, driverReason, sizeof(driverReason)))                                        \
-    return;
+#define X(field, symbol, arguments) \
+  if (bind(library, symbol, &driver.field, driverReason, sizeof(driverReason))) return;
   EP_DRIVER_CALLS(X)
 #undef X
   rc = driver.init(0);
-  if (rc)
-    snprintf(driverReason, sizeof(driverReason), "cuInit failed with %d", rc);
+  if (rc) snprintf(driverReason, sizeof(driverReason), "cuInit failed with %d", rc);
 }
 
 static void openNccl(void) {
@@ -46,7 +43,8 @@ static void openNccl(void) {
   void *library = dlopen(path && *path ? path : "libnccl.so.2", RTLD_NOW | RTLD_GLOBAL);
   if (!library) {
     const char *why = dlerror();
-    snprintf(ncclReason, sizeof(ncclReason), "NCCL was not found (%s); put it on LD_LIBRARY_PATH or name it in NCCL_EP_NCCL",
+    snprintf(ncclReason, sizeof(ncclReason),
+             "NCCL was not found (%s); put it on LD_LIBRARY_PATH or name it in NCCL_EP_NCCL",
              why ? why : "libnccl.so.2");
     return;
   }
@@ -61,23 +59,19 @@ static void openNccl(void) {
 
 const epDriver *epDriverOpen(const char **reason) {
   pthread_once(&driverOnce, openDriver);
-  if (reason)
-    *reason = driverReason;
+  if (reason) *reason = driverReason;
   return *driverReason ? NULL : &driver;
 }
 
 const epNccl *epNcclOpen(const char **reason) {
   pthread_once(&ncclOnce, openNccl);
-  if (reason)
-    *reason = ncclReason;
+  if (reason) *reason = ncclReason;
   return *ncclReason ? NULL : &nccl;
 }
 
 int epDriverCheck(const epDriver *d, epCuResult result, const char *what) {
   const char *text = NULL;
-  if (!result)
-    return 0;
-  if (d->errorString(result, &text) || !text)
-    text = "unknown error";
+  if (!result) return 0;
+  if (d->errorString(result, &text) || !text) text = "unknown error";
   return epToolFail("%s: CUDA error %d: %s", what, result, text);
 }

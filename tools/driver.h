@@ -1,5 +1,5 @@
-/* The part of the CUDA driver API that the tools use, and NCCL's communicators, both found at run time: the tools compile
- * and start without either. */
+/* The part of the CUDA driver API that the tools use, and NCCL's communicators, both found at run time: the tools
+ * compile and start without either. */
 #ifndef EP_TOOLS_DRIVER_H_
 #define EP_TOOLS_DRIVER_H_
 
@@ -30,37 +30,36 @@ typedef struct epNcclId {
 #define EP_CU_ATTR_MINOR 76
 
 /* X(field, symbol, arguments): the newest ABI of each name that drivers since CUDA 12.0 export. */
-#define EP_DRIVER_CALLS(X)                                                                                             \
-  X(init, "cuInit", (unsigned flags))                                                                                  \
-  X(driverVersion, "cuDriverGetVersion", (int *version))                                                               \
-  X(deviceCount, "cuDeviceGetCount", (int *count))                                                                     \
-  X(deviceGet, "cuDeviceGet", (epCuDevice * device, int ordinal))                                                      \
-  X(deviceName, "cuDeviceGetName", (char *name, int size, epCuDevice device))                                          \
-  X(devicePciBusId, "cuDeviceGetPCIBusId", (char *id, int size, epCuDevice device))                                    \
-  X(deviceAttribute, "cuDeviceGetAttribute", (int *value, int attribute, epCuDevice device))                           \
-  X(contextRetain, "cuDevicePrimaryCtxRetain", (epCuContext * context, epCuDevice device))                             \
-  X(contextRelease, "cuDevicePrimaryCtxRelease_v2", (epCuDevice device))                                               \
-  X(contextSet, "cuCtxSetCurrent", (epCuContext context))                                                              \
-  X(peerEnable, "cuCtxEnablePeerAccess", (epCuContext peer, unsigned flags))                                           \
-  X(memAlloc, "cuMemAlloc_v2", (epCuPointer * pointer, size_t bytes))                                                  \
-  X(memFree, "cuMemFree_v2", (epCuPointer pointer))                                                                    \
-  X(memcpyAsync, "cuMemcpyAsync", (epCuPointer to, epCuPointer from, size_t bytes, epCuStream stream))                 \
-  X(memsetAsync, "cuMemsetD8Async", (epCuPointer to, unsigned char value, size_t bytes, epCuStream stream))            \
-  X(hostRegister, "cuMemHostRegister_v2", (void *pointer, size_t bytes, unsigned flags))                               \
-  X(hostUnregister, "cuMemHostUnregister", (void *pointer))                                                            \
-  X(hostDevicePointer, "cuMemHostGetDevicePointer_v2", (epCuPointer * device, void *host, unsigned flags))             \
-  X(ipcGet, "cuIpcGetMemHandle", (epCuIpcHandle * handle, epCuPointer pointer))                                        \
-  X(ipcOpen, "cuIpcOpenMemHandle_v2", (epCuPointer * pointer, epCuIpcHandle handle, unsigned flags))                   \
-  X(ipcClose, "cuIpcCloseMemHandle", (epCuPointer pointer))                                                            \
-  X(streamCreate, "cuStreamCreate", (epCuStream * stream, unsigned flags))                                             \
-  X(streamDestroy, "cuStreamDestroy_v2", (epCuStream stream))                                                          \
-  X(streamQuery, "cuStreamQuery", (epCuStream stream))                                                                 \
-  X(streamWaitValue, "cuStreamWaitValue32_v2",                                                                         \
-    (epCuStream stream, epCuPointer word, uint32_t value, unsigned flags))                                             \
-  X(eventCreate, "cuEventCreate", (epCuEvent * event, unsigned flags))                                                 \
-  X(eventDestroy, "cuEventDestroy_v2", (epCuEvent event))                                                              \
-  X(eventRecord, "cuEventRecord", (epCuEvent event, epCuStream stream))                                                \
-  X(eventElapsed, "cuEventElapsedTime", (float *milliseconds, epCuEvent start, epCuEvent end))                         \
+#define EP_DRIVER_CALLS(X)                                                                                            \
+  X(init, "cuInit", (unsigned flags))                                                                                 \
+  X(driverVersion, "cuDriverGetVersion", (int *version))                                                              \
+  X(deviceCount, "cuDeviceGetCount", (int *count))                                                                    \
+  X(deviceGet, "cuDeviceGet", (epCuDevice * device, int ordinal))                                                     \
+  X(deviceName, "cuDeviceGetName", (char *name, int size, epCuDevice device))                                         \
+  X(devicePciBusId, "cuDeviceGetPCIBusId", (char *id, int size, epCuDevice device))                                   \
+  X(deviceAttribute, "cuDeviceGetAttribute", (int *value, int attribute, epCuDevice device))                          \
+  X(contextRetain, "cuDevicePrimaryCtxRetain", (epCuContext * context, epCuDevice device))                            \
+  X(contextRelease, "cuDevicePrimaryCtxRelease_v2", (epCuDevice device))                                              \
+  X(contextSet, "cuCtxSetCurrent", (epCuContext context))                                                             \
+  X(peerEnable, "cuCtxEnablePeerAccess", (epCuContext peer, unsigned flags))                                          \
+  X(memAlloc, "cuMemAlloc_v2", (epCuPointer * pointer, size_t bytes))                                                 \
+  X(memFree, "cuMemFree_v2", (epCuPointer pointer))                                                                   \
+  X(memcpyAsync, "cuMemcpyAsync", (epCuPointer to, epCuPointer from, size_t bytes, epCuStream stream))                \
+  X(memsetAsync, "cuMemsetD8Async", (epCuPointer to, unsigned char value, size_t bytes, epCuStream stream))           \
+  X(hostRegister, "cuMemHostRegister_v2", (void *pointer, size_t bytes, unsigned flags))                              \
+  X(hostUnregister, "cuMemHostUnregister", (void *pointer))                                                           \
+  X(hostDevicePointer, "cuMemHostGetDevicePointer_v2", (epCuPointer * device, void *host, unsigned flags))            \
+  X(ipcGet, "cuIpcGetMemHandle", (epCuIpcHandle * handle, epCuPointer pointer))                                       \
+  X(ipcOpen, "cuIpcOpenMemHandle_v2", (epCuPointer * pointer, epCuIpcHandle handle, unsigned flags))                  \
+  X(ipcClose, "cuIpcCloseMemHandle", (epCuPointer pointer))                                                           \
+  X(streamCreate, "cuStreamCreate", (epCuStream * stream, unsigned flags))                                            \
+  X(streamDestroy, "cuStreamDestroy_v2", (epCuStream stream))                                                         \
+  X(streamQuery, "cuStreamQuery", (epCuStream stream))                                                                \
+  X(streamWaitValue, "cuStreamWaitValue32_v2", (epCuStream stream, epCuPointer word, uint32_t value, unsigned flags)) \
+  X(eventCreate, "cuEventCreate", (epCuEvent * event, unsigned flags))                                                \
+  X(eventDestroy, "cuEventDestroy_v2", (epCuEvent event))                                                             \
+  X(eventRecord, "cuEventRecord", (epCuEvent event, epCuStream stream))                                               \
+  X(eventElapsed, "cuEventElapsedTime", (float *milliseconds, epCuEvent start, epCuEvent end))                        \
   X(errorString, "cuGetErrorString", (epCuResult error, const char **text))
 
 typedef struct epDriver {

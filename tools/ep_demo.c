@@ -1,5 +1,5 @@
-/* The main job in one picture: a MoE layer's dispatch -> experts -> combine at DeepSeek-V3's shape on the GPUs found, else
- * at a small shape on the emulated fabric, checked against the reference, with a result table and a drawing. */
+/* The main job in one picture: a MoE layer's dispatch -> experts -> combine at DeepSeek-V3's shape on the GPUs found,
+ * else at a small shape on the emulated fabric, checked against the reference, with a result table and a drawing. */
 #include <argp.h>
 #include <langinfo.h>
 #include <locale.h>
@@ -21,9 +21,9 @@ typedef struct demoOptions {
 } demoOptions;
 
 typedef struct demoResult {
-  uint64_t rows, most;           /* of the output: all ranks, the busiest */
+  uint64_t rows, most;              /* of the output: all ranks, the busiest */
   double dispatch, expert, combine; /* microseconds */
-  double worst;                  /* relative difference to the dense sum */
+  double worst;                     /* relative difference to the dense sum */
   unsigned wrong;
 } demoResult;
 
@@ -40,17 +40,15 @@ typedef struct demo {
   int step;
 } demo;
 
-/* ---- Progress ------------------------------------------------------------------------------------------------------- */
+/* ---- Progress --------------------------------------------------------------------------------------------------- */
 
 static void progress(demo *d, const epPort *port, const char *text) {
   int terminal = isatty(1);
-  if (port->rank)
-    return;
+  if (port->rank) return;
   d->step++;
   if (terminal) {
     printf("\r\033[K  [");
-    for (int i = 0; i < STEPS; i++)
-      putchar(i < d->step ? '#' : '.');
+    for (int i = 0; i < STEPS; i++) putchar(i < d->step ? '#' : '.');
     printf("] %s, %s", d->layer.layout == EP_REF_FLAT ? "flat" : "expert-major", text);
   } else {
     printf("  [%2d/%d] %s, %s\n", d->step, STEPS, d->layer.layout == EP_REF_FLAT ? "flat" : "expert-major", text);
@@ -58,7 +56,8 @@ static void progress(demo *d, const epPort *port, const char *text) {
   fflush(stdout);
 }
 
-/* ---- The experts ------------------------------------------------------------------------------------------------------ */
+/* ---- The experts
+ * ------------------------------------------------------------------------------------------------------ */
 
 static epCheckCase caseOf(const demo *d) {
   return (epCheckCase){.ref = d->ref,
@@ -67,10 +66,12 @@ static epCheckCase caseOf(const demo *d) {
                        .scaleUp = d->options.fabric.scaleUp ? d->options.fabric.scaleUp : (uint32_t)d->ref->in.ranks};
 }
 
-/* Expert e multiplies by this. On GPUs the expert is the identity and weights are left out: the host would be too slow. */
+/* Expert e multiplies by this. On GPUs the expert is the identity and weights are left out: the host would be too slow.
+ */
 static float factorOf(int64_t expert) { return 1.0f + 0.125f * (float)(expert % 8); }
 
-/* What the expert side of `rank` sends back for a row: of one (token, k), or in the flat layout of all its local ones. */
+/* What the expert side of `rank` sends back for a row: of one (token, k), or in the flat layout of all its local ones.
+ */
 static void expertRow(const demo *d, int cuda, int rank, epRefRow from, const void *in, void *out) {
   const epRefRouting *r = &d->ref->in;
   uint32_t token = (uint32_t)from.token, source = (uint32_t)from.source;
@@ -79,8 +80,7 @@ static void expertRow(const demo *d, int cuda, int rank, epRefRow from, const vo
     if (epRefOwner(d->ref, source, token, k) == rank && (from.k < 0 || from.k == (int32_t)k))
       factor += epDataWeight(d->seed, EP_DATA_WEIGHT, source, token, k) *
                 factorOf(r->topkIdx[source][(size_t)token * r->topk + k]);
-  if (cuda)
-    memcpy(out, in, epLayerRowBytes(&d->layer));
+  if (cuda) memcpy(out, in, epLayerRowBytes(&d->layer));
   for (uint32_t h = 0; h < d->layer.hidden && !cuda; h++)
     epRefStore(d->layer.type, out, h, epRefLoad(d->layer.type, in, h) * factor);
 }
@@ -90,37 +90,35 @@ static int runExperts(demo *d, epLayer *layer) {
   size_t row = epLayerRowBytes(&d->layer), bytes = (size_t)mine->rows * row;
   unsigned char *in = NULL, *out;
   int rc;
-  if (layer->port->cuda)
-    return epPortCopyAsync(layer->port, layer->expertOut.data, layer->outTokens.data, bytes);
+  if (layer->port->cuda) return epPortCopyAsync(layer->port, layer->expertOut.data, layer->outTokens.data, bytes);
   out = calloc(mine->rows + 1, row);
-  if (!out)
-    return epToolFail("out of host memory");
+  if (!out) return epToolFail("out of host memory");
   rc = epLayerRead(layer, &layer->outTokens, bytes, (void **)&in);
   for (uint64_t i = 0; i < mine->rows && !rc; i++)
-    if (mine->row[i].source >= 0)
-      expertRow(d, 0, layer->port->rank, mine->row[i], in + i * row, out + i * row);
+    if (mine->row[i].source >= 0) expertRow(d, 0, layer->port->rank, mine->row[i], in + i * row, out + i * row);
   rc = rc || epPortCopy(layer->port, layer->expertOut.data, out, bytes) ? -1 : 0;
   free(in);
   free(out);
   return rc;
 }
 
-/* ---- The check -------------------------------------------------------------------------------------------------------- */
+/* ---- The check
+ * -------------------------------------------------------------------------------------------------------- */
 
 /* One token's expected result, exactly; and how far it is from the sum that a dense layer would give. */
 static void expectToken(demo *d, const epPort *port, uint32_t token, const void *x, unsigned char *work, float *scratch,
                         double *worst) {
   const epRefRouting *r = &d->ref->in;
   epCheckCase what = caseOf(d);
-  epRefCombine how = {.type = d->layer.type, .hidden = d->layer.hidden, .scaleUp = what.scaleUp, .multipleReductions = 1};
+  epRefCombine how = {
+      .type = d->layer.type, .hidden = d->layer.hidden, .scaleUp = what.scaleUp, .multipleReductions = 1};
   size_t row = epLayerRowBytes(&d->layer);
   const void *rows[32] = {NULL};
   double dense = 0;
   for (uint32_t k = 0; k < r->topk; k++) {
     int owner = epRefOwner(d->ref, (uint32_t)port->rank, token, k);
     int32_t slotK = d->layer.layout == EP_REF_FLAT ? -1 : (int32_t)k;
-    if (owner < 0)
-      continue;
+    if (owner < 0) continue;
     expertRow(d, port->cuda, owner, (epRefRow){port->rank, (int32_t)token, slotK}, x, work + k * row);
     rows[k] = work + k * row;
     dense += (double)epDataWeight(d->seed, EP_DATA_WEIGHT, (uint32_t)port->rank, token, k) *
@@ -147,7 +145,8 @@ static int checkResult(demo *d, epLayer *layer) {
     goto done;
   }
   if (epCheckErrors(layer, &what) || epLayerCheckGuards(layer) || epCheckCounts(layer, &what) ||
-      epCheckDispatch(layer, &what, EP_DATA_GRADIENT, 0, NULL) || epLayerRead(layer, &layer->y, tokens * row, (void **)&y))
+      epCheckDispatch(layer, &what, EP_DATA_GRADIENT, 0, NULL) ||
+      epLayerRead(layer, &layer->y, tokens * row, (void **)&y))
     goto done;
   for (uint32_t t = 0; t < tokens; t++) {
     epDataRow(d->layer.type, d->seed, EP_DATA_GRADIENT, (uint32_t)port->rank, t, x, d->layer.hidden);
@@ -164,7 +163,8 @@ done:
   return rc;
 }
 
-/* ---- One layout ------------------------------------------------------------------------------------------------------- */
+/* ---- One layout
+ * ------------------------------------------------------------------------------------------------------- */
 
 /* Times of one pass; the expert step of the emulated fabric runs on the host, between its ends. */
 static int pass(demo *d, epLayer *layer, int first, double *times) {
@@ -176,14 +176,12 @@ static int pass(demo *d, epLayer *layer, int first, double *times) {
       epPortSync(port))
     return -1;
   for (unsigned i = 0; i < 3; i++)
-    if (epPortElapsed(port, i, i + 1, &times[i]))
-      return -1;
+    if (epPortElapsed(port, i, i + 1, &times[i])) return -1;
   return 0;
 }
 
 static int keepBest(double *best, const double *times, int first) {
-  for (int i = 0; i < 3; i++)
-    best[i] = first || times[i] < best[i] ? times[i] : best[i];
+  for (int i = 0; i < 3; i++) best[i] = first || times[i] < best[i] ? times[i] : best[i];
   return 0;
 }
 
@@ -194,30 +192,25 @@ static int rankBody(epPort *port, void *context) {
   double times[3], *best = d->times + 3 * (size_t)port->rank;
   int rc = -1, rounds = port->cuda ? WARMUP + ITERATIONS : 1;
   progress(d, port, "group and handle");
-  if (epLayerOpen(port, &d->layer, &layer))
-    goto done;
+  if (epLayerOpen(port, &d->layer, &layer)) goto done;
   progress(d, port, "filling tokens");
   if (epLayerSetIndices(layer, 0, d->routing.idx[port->rank], d->routing.tokens[port->rank]) ||
       epCheckUploadTokens(layer, &what, EP_DATA_GRADIENT))
     goto done;
   progress(d, port, "dispatch, experts, combine");
-  if (epLayerPrefill(layer) || pass(d, layer, 1, best))
-    goto done;
+  if (epLayerPrefill(layer) || pass(d, layer, 1, best)) goto done;
   progress(d, port, "checking against the reference");
-  if (checkResult(d, layer))
-    goto done;
+  if (checkResult(d, layer)) goto done;
   if (rounds > 1)
     progress(d, port, "measuring");
   else
     progress(d, port, "done");
   for (int i = 1; i < rounds; i++)
-    if (pass(d, layer, 0, times) || keepBest(best, times, i == WARMUP))
-      goto done;
+    if (pass(d, layer, 0, times) || keepBest(best, times, i == WARMUP)) goto done;
   rc = 0;
 done:
   rc |= epPortFaults(port);
-  if (layer)
-    rc |= epLayerClose(layer);
+  if (layer) rc |= epLayerClose(layer);
   return rc ? -1 : 0;
 }
 
@@ -245,8 +238,7 @@ static int runLayout(demo *d, epRefLayout layout) {
   epRefDestroy(d->ref);
   d->ref = NULL;
   rc = epRefCreate(&in, &d->ref);
-  if (rc)
-    return epToolFail("reference: %s", strerror(rc));
+  if (rc) return epToolFail("reference: %s", strerror(rc));
   rc = epFabricRun(d->fabric, rankBody, d);
   for (uint32_t r = 0; r < in.ranks; r++) {
     const double *t = d->times + 3 * (size_t)r;
@@ -261,7 +253,8 @@ static int runLayout(demo *d, epRefLayout layout) {
   return rc;
 }
 
-/* ---- The program ------------------------------------------------------------------------------------------------------ */
+/* ---- The program
+ * ------------------------------------------------------------------------------------------------------ */
 
 static void printTable(const demo *d, int cuda) {
   static const char *const names[] = {"flat", "expert-major"};
@@ -278,10 +271,12 @@ static void printTable(const demo *d, int cuda) {
       printf("every byte equal\n");
   }
   if (cuda)
-    printf("\n  Times: CUDA events, best of %d, slowest rank; dispatch includes the routing update. The expert is a copy.\n\n",
+    printf("\n  Times: CUDA events, best of %d, slowest rank; dispatch includes the routing update. The expert is a "
+           "copy.\n\n",
            ITERATIONS);
   else
-    printf("\n  Times are the host's for the emulated ranks and say nothing about GPUs. Expert e multiplies by 1 + (e mod 8) / 8;\n"
+    printf("\n  Times are the host's for the emulated ranks and say nothing about GPUs. Expert e multiplies by 1 + (e "
+           "mod 8) / 8;\n"
            "  the largest relative difference to the dense sum is %.4f (rounding of bf16).\n\n",
            d->result[0].worst > d->result[1].worst ? d->result[0].worst : d->result[1].worst);
 }
@@ -300,13 +295,26 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->fabric.scaleOut = out;
     o->fabric.scaleUp = up;
     break;
-  case 't': o->tokens = (uint32_t)strtoul(text, NULL, 10); break;
-  case 'h': o->hidden = (uint32_t)strtoul(text, NULL, 10); break;
-  case 'k': o->topk = (uint32_t)strtoul(text, NULL, 10); break;
-  case 'e': o->experts = (uint32_t)strtoul(text, NULL, 10); break;
-  case 's': o->seed = strtoull(text, NULL, 10); break;
-  case ARGP_KEY_ARG: argp_error(state, "%s: arguments are options only", text); break;
-  default: return ARGP_ERR_UNKNOWN;
+  case 't':
+    o->tokens = (uint32_t)strtoul(text, NULL, 10);
+    break;
+  case 'h':
+    o->hidden = (uint32_t)strtoul(text, NULL, 10);
+    break;
+  case 'k':
+    o->topk = (uint32_t)strtoul(text, NULL, 10);
+    break;
+  case 'e':
+    o->experts = (uint32_t)strtoul(text, NULL, 10);
+    break;
+  case 's':
+    o->seed = strtoull(text, NULL, 10);
+    break;
+  case ARGP_KEY_ARG:
+    argp_error(state, "%s: arguments are options only", text);
+    break;
+  default:
+    return ARGP_ERR_UNKNOWN;
   }
   return 0;
 }
@@ -327,8 +335,7 @@ static int parse(int argc, char **argv, demoOptions *o) {
   int gpus, cuda;
   *o = (demoOptions){.seed = 1};
   o->fabric.timeoutMs = 20000;
-  if (argp_parse(&argp, argc, argv, 0, NULL, o))
-    return -1;
+  if (argp_parse(&argp, argc, argv, 0, NULL, o)) return -1;
   o->fabric.kind = epFabricChoose(o->fabric.kind, &gpus, &reason);
   cuda = o->fabric.kind == EP_FABRIC_CUDA;
   if (!cuda && !o->fabric.scaleUp) {
@@ -366,8 +373,7 @@ static int prepare(demo *d) {
     free(tokens);
     return epToolFail("out of host memory");
   }
-  for (uint32_t r = 0; r < ranks; r++)
-    tokens[r] = d->options.tokens;
+  for (uint32_t r = 0; r < ranks; r++) tokens[r] = d->options.tokens;
   if (d->options.experts >= 64 && d->options.experts % 8 == 0 && d->options.topk <= d->options.experts / 2)
     spec.kind = EP_ROUTE_GROUPED; /* as DeepSeek-V3 gates */
   rc = epRoutingMake(&spec, d->options.seed, &d->routing);
@@ -383,11 +389,9 @@ int main(int argc, char **argv) {
   int rc = -1;
   setlocale(LC_CTYPE, "");
   epToolInit("ep_demo", 0);
-  if (parse(argc, argv, &d.options))
-    return 1;
+  if (parse(argc, argv, &d.options)) return 1;
   epToolInit("ep_demo", d.options.fabric.timeoutMs / 1000 + 60);
-  if (epFabricOpen(&d.options.fabric, &d.fabric))
-    return 1;
+  if (epFabricOpen(&d.options.fabric, &d.fabric)) return 1;
   if (!prepare(&d) && !runLayout(&d, EP_REF_FLAT) && !runLayout(&d, EP_REF_EXPERT_MAJOR)) {
     printTable(&d, epFabricIsCuda(d.fabric));
     epDemoDraw(stdout, d.ref, !strcmp(nl_langinfo(CODESET), "UTF-8"));

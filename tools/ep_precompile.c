@@ -1,5 +1,6 @@
-/* Fills a kernel cache ahead of time, on a machine that need not have a GPU: for container images, and so that the first
- * step of a job compiles nothing. Kernels are chosen by the runtime's own functions, so the keys are those it will ask for. */
+/* Fills a kernel cache ahead of time, on a machine that need not have a GPU: for container images, and so that the
+ * first step of a job compiles nothing. Kernels are chosen by the runtime's own functions, so the keys are those it
+ * will ask for. */
 #include <argp.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -11,7 +12,7 @@
 
 #include "cuda_targets.h"
 #include "fail.h"
-#include "group.h"
+#include "runtime.h"
 #include "jit_ext.h"
 #include "policy.h"
 #include "tensor.h"
@@ -75,23 +76,17 @@ static void parseList(struct argp_state *state, const char *name, char *text, li
     unsigned long v = strtoul(at, &end, 10);
     if (*end || end == at || v == 0 || v > 1u << 20)
       argp_error(state, "--%s: '%s' is not a number from 1 to 1048576", name, at);
-    if (out->count == MAX_VALUES)
-      argp_error(state, "--%s: more than %d values", name, MAX_VALUES);
+    if (out->count == MAX_VALUES) argp_error(state, "--%s: more than %d values", name, MAX_VALUES);
     out->values[out->count++] = (unsigned)v;
   }
-  if (!out->count)
-    argp_error(state, "--%s: empty list", name);
+  if (!out->count) argp_error(state, "--%s: empty list", name);
 }
 
 static ncclDataType_t parseType(struct argp_state *state, const char *name, const char *text, int combine) {
-  if (!strcmp(text, "bf16"))
-    return ncclBfloat16;
-  if (!strcmp(text, "f16"))
-    return ncclFloat16;
-  if (!strcmp(text, "f32"))
-    return ncclFloat32;
-  if (!combine && !strcmp(text, "fp8"))
-    return ncclFloat8e4m3;
+  if (!strcmp(text, "bf16")) return ncclBfloat16;
+  if (!strcmp(text, "f16")) return ncclFloat16;
+  if (!strcmp(text, "f32")) return ncclFloat32;
+  if (!combine && !strcmp(text, "fp8")) return ncclFloat8e4m3;
   argp_error(state, "--%s: '%s': expected bf16, f16, f32%s", name, text, combine ? "" : " or fp8");
   return ncclBfloat16;
 }
@@ -123,14 +118,12 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
   case OPT_LAYOUT:
     p->flat = !strcmp(arg, "flat") || !strcmp(arg, "both");
     p->expertMajor = !strcmp(arg, "expert-major") || !strcmp(arg, "both");
-    if (!p->flat && !p->expertMajor)
-      argp_error(state, "--layout: '%s': expected flat, expert-major or both", arg);
+    if (!p->flat && !p->expertMajor) argp_error(state, "--layout: '%s': expected flat, expert-major or both", arg);
     return 0;
   case OPT_INDEX:
     p->index64 = !strcmp(arg, "int64") || !strcmp(arg, "both");
     p->index32 = !strcmp(arg, "int32") || !strcmp(arg, "both");
-    if (!p->index64 && !p->index32)
-      argp_error(state, "--index: '%s': expected int64, int32 or both", arg);
+    if (!p->index64 && !p->index32) argp_error(state, "--index: '%s': expected int64, int32 or both", arg);
     return 0;
   case OPT_BACKWARD:
     p->backward = 1;
@@ -140,8 +133,7 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
     return 0;
   case 'j':
     p->jobs = atoi(arg);
-    if (p->jobs < 1 || p->jobs > MAX_THREADS)
-      argp_error(state, "--jobs: '%s' is not from 1 to %d", arg, MAX_THREADS);
+    if (p->jobs < 1 || p->jobs > MAX_THREADS) argp_error(state, "--jobs: '%s' is not from 1 to %d", arg, MAX_THREADS);
     return 0;
   case 'q':
     p->quiet = 1;
@@ -177,10 +169,8 @@ static int addMove(const struct ncclEpGroup *g, int kernel, uint32_t layout, uns
                    int weights) {
   uint32_t rowBytes = 0, dtype = EP_DTYPE_BYTES;
   epGrid grid;
-  if (kernel == EP_KERNEL_COMBINE && epCombineType("ep_precompile", type, &dtype) != ncclSuccess)
-    return 0;
-  if (epRowBytes("ep_precompile", g, "tokens", hidden, type, &rowBytes) != ncclSuccess)
-    return 0;
+  if (kernel == EP_KERNEL_COMBINE && epCombineType("ep_precompile", type, &dtype) != ncclSuccess) return 0;
+  if (epRowBytes("ep_precompile", g, "tokens", hidden, type, &rowBytes) != ncclSuccess) return 0;
   epConfig c = epMoveConfig(g, layout, g->shape.topk, rowBytes, dtype, weights);
   return epPolicyMove("ep_precompile", &g->topology, g->sms, kernel, &c, &grid) == ncclSuccess &&
          addJob(kernel, g->topology.arch, hidden, &c);
@@ -197,10 +187,8 @@ static int addUpdate(const struct ncclEpGroup *g, uint32_t layout, uint32_t inde
 static int addShape(const precompile *p, const struct ncclEpGroup *g) {
   for (int major = 0; major < 2; major++) {
     uint32_t layout = major ? EP_LAYOUT_KIND_EXPERT_MAJOR : EP_LAYOUT_KIND_FLAT;
-    if (!(major ? p->expertMajor : p->flat))
-      continue;
-    if ((p->index64 && !addUpdate(g, layout, 8)) || (p->index32 && !addUpdate(g, layout, 4)))
-      return 0;
+    if (!(major ? p->expertMajor : p->flat)) continue;
+    if ((p->index64 && !addUpdate(g, layout, 8)) || (p->index32 && !addUpdate(g, layout, 4))) return 0;
     for (int h = 0; h < p->hiddens.count; h++) {
       unsigned hidden = p->hiddens.values[h];
       if (!addMove(g, EP_KERNEL_DISPATCH, layout, hidden, p->dispatchType, 1) ||
@@ -218,8 +206,7 @@ static int addAll(const precompile *p) {
   for (int a = 0; a < p->archs.count; a++) {
     struct ncclEpGroup g;
     memset(&g, 0, sizeof(g)); /* only what kernels are chosen by */
-    if (epCudaTarget((int)p->archs.values[a], &g.topology) != ncclSuccess)
-      return 0;
+    if (epCudaTarget((int)p->archs.values[a], &g.topology) != ncclSuccess) return 0;
     g.sms = epPolicySms(&g.topology, 0);
     for (int r = 0; r < p->ranks.count; r++) {
       for (int e = 0; e < p->experts.count; e++) {
@@ -236,8 +223,7 @@ static int addAll(const precompile *p) {
                     g.shape.ranks, g.shape.experts, g.shape.topk, EP_MAX_RANKS, EP_MAX_EXPERTS, EP_MAX_TOPK);
             return 0;
           }
-          if (!addShape(p, &g))
-            return 0;
+          if (!addShape(p, &g)) return 0;
         }
       }
     }
@@ -251,8 +237,7 @@ static void *compileJobs(void *unused) {
     pthread_mutex_lock(&work.mutex);
     int at = work.next < work.count ? work.next++ : -1;
     pthread_mutex_unlock(&work.mutex);
-    if (at < 0)
-      return NULL;
+    if (at < 0) return NULL;
     const job *j = &work.jobs[at];
     epJitCode code;
     ncclResult_t r = epJitCompile(work.jit, j->kernel, &j->config, j->arch, &code);
@@ -293,16 +278,14 @@ int main(int argc, char **argv) {
   pthread_t threads[MAX_THREADS];
   int started = 0, status = 1;
   const char *why = "";
-  if (argp_parse(&argp, argc, argv, 0, NULL, &p) != 0)
-    return 2;
+  if (argp_parse(&argp, argc, argv, 0, NULL, &p) != 0) return 2;
   if (!p.jobs) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     p.jobs = cores < 1 ? 1 : cores > 8 ? 8 : (int)cores;
   }
   work.quiet = p.quiet;
   double start = seconds();
-  if (!addAll(&p) || epJitOpenAt(&work.jit, p.cacheDir) != ncclSuccess)
-    goto done;
+  if (!addAll(&p) || epJitOpenAt(&work.jit, p.cacheDir) != ncclSuccess) goto done;
   const char *folder = epJitCacheFolder(work.jit, &why);
   if (!folder) {
     fprintf(stderr, "ep_precompile: there is no cache to fill: %s\n", why);
@@ -315,15 +298,12 @@ int main(int argc, char **argv) {
   printf("# NVRTC %d.%d, %s\n# cache %s\n", epJitCompilerVersion(work.jit) / 1000,
          epJitCompilerVersion(work.jit) % 1000 / 10, epJitCompilerPath(work.jit), folder);
   if (!p.quiet)
-    printf("# %-18s %-7s %5s %7s %4s %7s %-12s %-8s %6s %6s %8s\n", "kernel", "target", "ranks", "experts", "topk", "hidden",
-           "layout", "how", "regs", "spill", "seconds");
+    printf("# %-18s %-7s %5s %7s %4s %7s %-12s %-8s %6s %6s %8s\n", "kernel", "target", "ranks", "experts", "topk",
+           "hidden", "layout", "how", "regs", "spill", "seconds");
   for (; started < p.jobs && started < work.count; started++)
-    if (pthread_create(&threads[started], NULL, compileJobs, NULL) != 0)
-      break;
-  if (!started)
-    compileJobs(NULL);
-  for (int i = 0; i < started; i++)
-    pthread_join(threads[i], NULL);
+    if (pthread_create(&threads[started], NULL, compileJobs, NULL) != 0) break;
+  if (!started) compileJobs(NULL);
+  for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
   printf("# %d kernels: %d compiled, %d found, %d failed; %.1f s\n", work.count, work.count - work.found - work.failed,
          work.found, work.failed, seconds() - start);
   /* A cache that could not be written to is no cache: what was compiled must be found again. */

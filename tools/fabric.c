@@ -1,5 +1,5 @@
-/* Ranks on GPUs or on the emulated fabric behind one interface. The two differ only where the comments say so; a barrier
- * that one rank cannot reach any more returns an error to the others instead of holding them. */
+/* Ranks on GPUs or on the emulated fabric behind one interface. The two differ only where the comments say so; a
+ * barrier that one rank cannot reach any more returns an error to the others instead of holding them. */
 #include "fabric.h"
 
 #include <errno.h>
@@ -49,28 +49,24 @@ static double now(void) {
 }
 
 static int toldEp(epPort *port, ncclResult_t rc, const char *what) {
-  if (rc == ncclSuccess)
-    return 0;
+  if (rc == ncclSuccess) return 0;
   return epToolFail("rank %d: %s: error %d: %s", port->rank, what, (int)rc, ncclEpGetLastErrorString());
 }
 
 static int toldCu(epPort *port, epCuResult rc, const char *what) {
   const char *text = NULL;
   const epDriver *d = port->fabric->driver;
-  if (!rc)
-    return 0;
-  if (d->errorString(rc, &text) || !text)
-    text = "unknown error";
+  if (!rc) return 0;
+  if (d->errorString(rc, &text) || !text) text = "unknown error";
   return epToolFail("rank %d: %s: CUDA error %d: %s", port->rank, what, rc, text);
 }
 
-/* ---- Meeting points ------------------------------------------------------------------------------------------------ */
+/* ---- Meeting points --------------------------------------------------------------------------------------------- */
 
 static void abortFabric(epFabric *fabric) {
   pthread_mutex_lock(&fabric->lock);
   fabric->aborted = 1;
-  if (fabric->start)
-    *fabric->start += 0x40000000u; /* opens every held stream */
+  if (fabric->start) *fabric->start += 0x40000000u; /* opens every held stream */
   pthread_cond_broadcast(&fabric->arrived);
   pthread_mutex_unlock(&fabric->lock);
 }
@@ -85,8 +81,7 @@ static int meetLocally(epFabric *fabric) {
     fabric->round++;
     pthread_cond_broadcast(&fabric->arrived);
   }
-  while (round == fabric->round && !fabric->aborted)
-    pthread_cond_wait(&fabric->arrived, &fabric->lock);
+  while (round == fabric->round && !fabric->aborted) pthread_cond_wait(&fabric->arrived, &fabric->lock);
   aborted = fabric->aborted;
   pthread_mutex_unlock(&fabric->lock);
   return aborted ? -1 : 0;
@@ -95,10 +90,8 @@ static int meetLocally(epFabric *fabric) {
 int epPortGather(epPort *port, const void *mine, void *all, size_t bytes) {
   epFabric *fabric = port->fabric;
   int rc = 0;
-  if (fabric->net)
-    return epNetGather(fabric->net, mine, all, bytes);
-  if (meetLocally(fabric))
-    return -1;
+  if (fabric->net) return epNetGather(fabric->net, mine, all, bytes);
+  if (meetLocally(fabric)) return -1;
   pthread_mutex_lock(&fabric->lock);
   if (fabric->boardBytes < bytes) {
     unsigned char *board = realloc(fabric->board, bytes * (size_t)fabric->ranks);
@@ -109,21 +102,17 @@ int epPortGather(epPort *port, const void *mine, void *all, size_t bytes) {
       rc = epToolFail("out of host memory");
     }
   }
-  if (!rc)
-    memcpy(fabric->board + (size_t)port->rank * bytes, mine, bytes);
+  if (!rc) memcpy(fabric->board + (size_t)port->rank * bytes, mine, bytes);
   pthread_mutex_unlock(&fabric->lock);
-  if (rc)
-    return rc;
-  if (meetLocally(fabric))
-    return -1;
+  if (rc) return rc;
+  if (meetLocally(fabric)) return -1;
   memcpy(all, fabric->board, bytes * (size_t)fabric->ranks);
   return meetLocally(fabric);
 }
 
 int epPortBarrier(epPort *port) {
   char mine = 0, all[1024];
-  if (!port->fabric->net)
-    return meetLocally(port->fabric);
+  if (!port->fabric->net) return meetLocally(port->fabric);
   return epNetGather(port->fabric->net, &mine, all, 1);
 }
 
@@ -131,8 +120,7 @@ int epPortHold(epPort *port) {
   epFabric *fabric = port->fabric;
   epCuPointer word;
   port->holds++;
-  if (!port->cuda || !fabric->start)
-    return 0;
+  if (!port->cuda || !fabric->start) return 0;
   if (toldCu(port, fabric->driver->hostDevicePointer(&word, (void *)(uintptr_t)fabric->start, 0),
              "cuMemHostGetDevicePointer"))
     return -1;
@@ -143,12 +131,11 @@ int epPortHold(epPort *port) {
 int epPortRelease(epPort *port) {
   epFabric *fabric = port->fabric;
   int failed = epPortBarrier(port);
-  if (fabric->start && !failed && fabric->startLeader && port == fabric->ports)
-    *fabric->start = port->holds;
+  if (fabric->start && !failed && fabric->startLeader && port == fabric->ports) *fabric->start = port->holds;
   return failed;
 }
 
-/* ---- Ranks on threads ---------------------------------------------------------------------------------------------- */
+/* ---- Ranks on threads ------------------------------------------------------------------------------------------- */
 
 typedef struct threadRun {
   epPort *port;
@@ -163,10 +150,8 @@ static void *threadMain(void *argument) {
   run->rc = 0;
   if (run->port->cuda && run->port->context)
     run->rc = toldCu(run->port, fabric->driver->contextSet(run->port->context), "cuCtxSetCurrent");
-  if (!run->rc)
-    run->rc = run->body(run->port, run->context);
-  if (run->rc)
-    abortFabric(fabric);
+  if (!run->rc) run->rc = run->body(run->port, run->context);
+  if (run->rc) abortFabric(fabric);
   return NULL;
 }
 
@@ -197,19 +182,16 @@ done:
   return rc ? -1 : 0;
 }
 
-/* ---- Opening ------------------------------------------------------------------------------------------------------- */
+/* ---- Opening ---------------------------------------------------------------------------------------------------- */
 
 epFabricKind epFabricChoose(epFabricKind wanted, int *gpus, const char **reason) {
   static const char *const none = "the driver finds no GPU";
   const char *why = "";
   const epDriver *driver = epDriverOpen(&why);
   *gpus = 0;
-  if (driver && driver->deviceCount(gpus))
-    *gpus = 0;
-  if (reason)
-    *reason = *gpus ? "" : driver ? none : why;
-  if (wanted != EP_FABRIC_AUTO)
-    return wanted;
+  if (driver && driver->deviceCount(gpus)) *gpus = 0;
+  if (reason) *reason = *gpus ? "" : driver ? none : why;
+  if (wanted != EP_FABRIC_AUTO) return wanted;
   return *gpus > 0 ? EP_FABRIC_CUDA : EP_FABRIC_EMU;
 }
 
@@ -223,8 +205,7 @@ static int openEmulated(epFabric *fabric) {
   ncclEpEmuOptions_t options = NCCL_EP_EMU_OPTIONS_INIT;
   ncclComm_t *comms = calloc((size_t)fabric->ranks, sizeof(*comms));
   ncclResult_t rc;
-  if (!comms)
-    return epToolFail("out of host memory");
+  if (!comms) return epToolFail("out of host memory");
   options.seed = fabric->options.seed;
   options.num_sms = fabric->options.emuSms;
   options.bug = fabric->options.emuBug;
@@ -238,8 +219,8 @@ static int openEmulated(epFabric *fabric) {
   return toldEp(&fabric->ports[0], rc, "ncclEpEmuCommInitAll");
 }
 
-/* The start word lies in ordinary shared memory that every rank of the host registers with its GPU. The lowest rank of a
- * host makes it; the others learn its name, since names are told to all and hosts are told apart by theirs. */
+/* The start word lies in ordinary shared memory that every rank of the host registers with its GPU. The lowest rank of
+ * a host makes it; the others learn its name, since names are told to all and hosts are told apart by theirs. */
 typedef struct startNote {
   char host[128], name[96];
 } startNote;
@@ -247,11 +228,9 @@ typedef struct startNote {
 static volatile uint32_t *mapStart(const char *name, int create) {
   int fd = shm_open(name, create ? O_CREAT | O_EXCL | O_RDWR : O_RDWR, 0600);
   void *page;
-  if (fd < 0)
-    return NULL;
-  page = create && ftruncate(fd, START_BYTES)
-             ? MAP_FAILED
-             : mmap(NULL, START_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (fd < 0) return NULL;
+  page = create && ftruncate(fd, START_BYTES) ? MAP_FAILED
+                                              : mmap(NULL, START_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   close(fd);
   return page == MAP_FAILED ? NULL : page;
 }
@@ -259,26 +238,21 @@ static volatile uint32_t *mapStart(const char *name, int create) {
 static int openStart(epFabric *fabric, epPort *port) {
   startNote mine, *all = calloc((size_t)fabric->ranks, sizeof(*all));
   int leader = 0, failed;
-  if (!all)
-    return epToolFail("out of host memory");
+  if (!all) return epToolFail("out of host memory");
   memset(&mine, 0, sizeof(mine));
   gethostname(mine.host, sizeof(mine.host) - 1);
-  snprintf(mine.name, sizeof(mine.name), "/nccl_ep_bench.%ld.%llx", (long)getpid(),
-           (unsigned long long)(now() * 1e6));
+  snprintf(mine.name, sizeof(mine.name), "/nccl_ep_bench.%ld.%llx", (long)getpid(), (unsigned long long)(now() * 1e6));
   failed = epPortGather(port, &mine, all, sizeof(mine));
-  while (!failed && strcmp(all[leader].host, mine.host))
-    leader++;
+  while (!failed && strcmp(all[leader].host, mine.host)) leader++;
   fabric->startLeader = leader == port->rank;
   if (!failed && fabric->startLeader) {
     snprintf(fabric->startName, sizeof(fabric->startName), "%s", mine.name);
     fabric->start = mapStart(mine.name, 1);
   }
   failed = failed || epPortBarrier(port);
-  if (!failed && !fabric->startLeader)
-    fabric->start = mapStart(all[leader].name, 0);
+  if (!failed && !fabric->startLeader) fabric->start = mapStart(all[leader].name, 0);
   failed = failed || epPortBarrier(port);
-  if (fabric->startLeader && *fabric->startName)
-    shm_unlink(fabric->startName);
+  if (fabric->startLeader && *fabric->startName) shm_unlink(fabric->startName);
   free(all);
   return failed ? -1 : 0;
 }
@@ -302,10 +276,8 @@ static int openRank(epPort *port, void *unused) {
   port->stream = (cudaStream_t)stream;
   snprintf(port->name, sizeof(port->name), "device %d [%s] %s", port->device, bus, name);
   for (int i = 0; i < EP_PORT_EVENTS; i++)
-    if (toldCu(port, d->eventCreate(&port->events[i], EP_CU_EVENT_DEFAULT), "cuEventCreate"))
-      return -1;
-  if (fabric->net && openStart(fabric, port))
-    return -1;
+    if (toldCu(port, d->eventCreate(&port->events[i], EP_CU_EVENT_DEFAULT), "cuEventCreate")) return -1;
+  if (fabric->net && openStart(fabric, port)) return -1;
   if (fabric->start && (fabric->net || port->rank == 0) &&
       d->hostRegister((void *)(uintptr_t)fabric->start, START_BYTES, EP_CU_HOST_PORTABLE | EP_CU_HOST_DEVICEMAP))
     fabric->start = NULL; /* times then include the skew of the host's barrier */
@@ -321,17 +293,13 @@ static int openCuda(epFabric *fabric) {
   const char *reason = "";
   int version = 0, cuda = 0;
   fabric->driver = epDriverOpen(&reason);
-  if (!fabric->driver)
-    return epToolFail("backend cuda: %s", reason);
+  if (!fabric->driver) return epToolFail("backend cuda: %s", reason);
   fabric->nccl = epNcclOpen(&reason);
-  if (!fabric->nccl)
-    return epToolFail("backend cuda: %s", reason);
-  if (fabric->place.rank == 0 && fabric->nccl->getUniqueId(&fabric->id))
-    return epToolFail("ncclGetUniqueId failed");
+  if (!fabric->nccl) return epToolFail("backend cuda: %s", reason);
+  if (fabric->place.rank == 0 && fabric->nccl->getUniqueId(&fabric->id)) return epToolFail("ncclGetUniqueId failed");
   if (fabric->net) {
     epNcclId *ids = calloc((size_t)fabric->ranks, sizeof(*ids));
-    if (!ids)
-      return epToolFail("out of host memory");
+    if (!ids) return epToolFail("out of host memory");
     if (epNetGather(fabric->net, &fabric->id, ids, sizeof(*ids))) {
       free(ids);
       return -1;
@@ -355,17 +323,14 @@ static int countRanks(epFabric *fabric) {
   epFabricOptions *o = &fabric->options;
   const char *reason = "";
   int gpus, launched = epNetPlaceFromEnvironment(&fabric->place);
-  if (launched < 0)
-    return -1;
+  if (launched < 0) return -1;
   o->kind = epFabricChoose(o->kind, &gpus, &reason);
   fabric->cuda = o->kind == EP_FABRIC_CUDA;
   if (!fabric->cuda && launched)
     return epToolFail("backend emu: all ranks live in one process, but the launcher started %d", fabric->place.ranks);
-  if (fabric->cuda && !gpus)
-    return epToolFail("backend cuda: %s", reason);
+  if (fabric->cuda && !gpus) return epToolFail("backend cuda: %s", reason);
   if (!fabric->cuda) {
-    if (!o->scaleOut || !o->scaleUp)
-      return epToolFail("backend emu: the topology must be given");
+    if (!o->scaleOut || !o->scaleUp) return epToolFail("backend emu: the topology must be given");
     fabric->ranks = fabric->localRanks = (int)(o->scaleOut * o->scaleUp);
   } else if (launched) {
     if (o->scaleUp && (int)(o->scaleOut * o->scaleUp) != fabric->place.ranks)
@@ -376,24 +341,20 @@ static int countRanks(epFabric *fabric) {
   } else {
     fabric->place.rank = 0;
     fabric->ranks = fabric->localRanks = o->scaleUp ? (int)(o->scaleOut * o->scaleUp) : gpus;
-    if (fabric->ranks > gpus)
-      return epToolFail("topology of %d ranks, but there are %d GPUs", fabric->ranks, gpus);
+    if (fabric->ranks > gpus) return epToolFail("topology of %d ranks, but there are %d GPUs", fabric->ranks, gpus);
   }
-  if (fabric->ranks < 1 || fabric->ranks > 1024)
-    return epToolFail("%d ranks: expected 1 to 1024", fabric->ranks);
+  if (fabric->ranks < 1 || fabric->ranks > 1024) return epToolFail("%d ranks: expected 1 to 1024", fabric->ranks);
   return launched && epNetOpen(&fabric->place, &fabric->net) ? -1 : 0;
 }
 
 int epFabricOpen(const epFabricOptions *options, epFabric **out) {
   epFabric *fabric = calloc(1, sizeof(*fabric));
   int rc = -1;
-  if (!fabric)
-    return epToolFail("out of host memory");
+  if (!fabric) return epToolFail("out of host memory");
   fabric->options = *options;
   pthread_mutex_init(&fabric->lock, NULL);
   pthread_cond_init(&fabric->arrived, NULL);
-  if (countRanks(fabric))
-    goto fail;
+  if (countRanks(fabric)) goto fail;
   fabric->ports = calloc((size_t)fabric->localRanks, sizeof(*fabric->ports));
   if (!fabric->ports) {
     epToolFail("out of host memory");
@@ -407,8 +368,7 @@ int epFabricOpen(const epFabricOptions *options, epFabric **out) {
     fabric->ports[i].device = fabric->net ? fabric->place.localRank : i;
   }
   rc = fabric->cuda ? openCuda(fabric) : openEmulated(fabric);
-  if (rc)
-    goto fail;
+  if (rc) goto fail;
   *out = fabric;
   return 0;
 fail:
@@ -421,36 +381,29 @@ static int closeRank(epPort *port, void *unused) {
   epFabric *fabric = port->fabric;
   (void)unused;
   if (!port->cuda) {
-    if (port->comm)
-      ncclEpEmuCommDestroy(port->comm);
+    if (port->comm) ncclEpEmuCommDestroy(port->comm);
     port->comm = NULL;
     return 0;
   }
-  if (port->comm)
-    (fabric->aborted ? fabric->nccl->commAbort : fabric->nccl->commDestroy)(port->comm);
+  if (port->comm) (fabric->aborted ? fabric->nccl->commAbort : fabric->nccl->commDestroy)(port->comm);
   port->comm = NULL;
   for (int i = 0; i < EP_PORT_EVENTS; i++)
-    if (port->events[i])
-      fabric->driver->eventDestroy(port->events[i]);
-  if (port->stream)
-    fabric->driver->streamDestroy((epCuStream)port->stream);
+    if (port->events[i]) fabric->driver->eventDestroy(port->events[i]);
+  if (port->stream) fabric->driver->streamDestroy((epCuStream)port->stream);
   if (fabric->start && (fabric->net || port->rank == 0))
     fabric->driver->hostUnregister((void *)(uintptr_t)fabric->start);
   return 0; /* the primary context stays until the process ends: others may use it */
 }
 
 void epFabricClose(epFabric *fabric) {
-  if (!fabric)
-    return;
+  if (!fabric) return;
   if (fabric->ports) {
     if (fabric->cuda && fabric->driver)
       epFabricRun(fabric, closeRank, NULL);
     else
-      for (int i = 0; i < fabric->localRanks; i++)
-        closeRank(&fabric->ports[i], NULL);
+      for (int i = 0; i < fabric->localRanks; i++) closeRank(&fabric->ports[i], NULL);
   }
-  if (fabric->start)
-    munmap((void *)(uintptr_t)fabric->start, START_BYTES);
+  if (fabric->start) munmap((void *)(uintptr_t)fabric->start, START_BYTES);
   epNetClose(fabric->net);
   pthread_cond_destroy(&fabric->arrived);
   pthread_mutex_destroy(&fabric->lock);
@@ -464,14 +417,13 @@ int epFabricIsCuda(const epFabric *fabric) { return fabric->cuda; }
 int epFabricSpeaks(const epFabric *fabric) { return fabric->ports[0].rank == 0; }
 const char *epFabricVersions(const epFabric *fabric) { return fabric->versions; }
 
-/* ---- Memory and streams -------------------------------------------------------------------------------------------- */
+/* ---- Memory and streams ----------------------------------------------------------------------------------------- */
 
 static epCuPointer addressOf(const void *pointer) { return (epCuPointer)(uintptr_t)pointer; }
 
 int epPortAlloc(epPort *port, void **device, size_t bytes, const char *name) {
   epCuPointer pointer = 0;
-  if (!port->cuda)
-    return toldEp(port, ncclEpEmuMalloc(port->comm, device, bytes, name), name);
+  if (!port->cuda) return toldEp(port, ncclEpEmuMalloc(port->comm, device, bytes, name), name);
   if (port->fabric->driver->memAlloc(&pointer, bytes))
     return epToolFail("rank %d: %s: cannot allocate %zu bytes of device memory", port->rank, name, bytes);
   *device = (void *)(uintptr_t)pointer;
@@ -479,8 +431,7 @@ int epPortAlloc(epPort *port, void **device, size_t bytes, const char *name) {
 }
 
 void epPortFree(epPort *port, void *device) {
-  if (!device)
-    return;
+  if (!device) return;
   if (port->cuda)
     port->fabric->driver->memFree(addressOf(device));
   else
@@ -488,11 +439,10 @@ void epPortFree(epPort *port, void *device) {
 }
 
 int epPortCopyAsync(epPort *port, void *to, const void *from, size_t bytes) {
-  if (!bytes)
-    return 0;
-  if (!port->cuda)
-    return toldEp(port, ncclEpEmuMemcpy(port->comm, to, from, bytes, port->stream), "copy");
-  return toldCu(port, port->fabric->driver->memcpyAsync(addressOf(to), addressOf(from), bytes, (epCuStream)port->stream),
+  if (!bytes) return 0;
+  if (!port->cuda) return toldEp(port, ncclEpEmuMemcpy(port->comm, to, from, bytes, port->stream), "copy");
+  return toldCu(port,
+                port->fabric->driver->memcpyAsync(addressOf(to), addressOf(from), bytes, (epCuStream)port->stream),
                 "cuMemcpyAsync");
 }
 
@@ -502,23 +452,21 @@ int epPortCopy(epPort *port, void *to, const void *from, size_t bytes) {
 
 int epPortFill(epPort *port, void *device, int value, size_t bytes) {
   int rc;
-  if (!bytes)
-    return 0;
+  if (!bytes) return 0;
   if (!port->cuda)
     rc = toldEp(port, ncclEpEmuMemset(port->comm, device, value, bytes, port->stream), "fill");
   else
-    rc = toldCu(port,
-                port->fabric->driver->memsetAsync(addressOf(device), (unsigned char)value, bytes,
-                                                  (epCuStream)port->stream),
-                "cuMemsetD8Async");
+    rc = toldCu(
+        port,
+        port->fabric->driver->memsetAsync(addressOf(device), (unsigned char)value, bytes, (epCuStream)port->stream),
+        "cuMemsetD8Async");
   return rc || epPortSync(port) ? -1 : 0;
 }
 
 int epPortSync(epPort *port) {
   double deadline = now() + 1e-3 * port->fabric->options.timeoutMs + HOST_GRACE_SECONDS;
   epCuResult rc;
-  if (!port->cuda)
-    return toldEp(port, ncclEpEmuStreamSynchronize(port->comm, port->stream), "stream");
+  if (!port->cuda) return toldEp(port, ncclEpEmuStreamSynchronize(port->comm, port->stream), "stream");
   while ((rc = port->fabric->driver->streamQuery((epCuStream)port->stream)) == EP_CU_NOT_READY) {
     struct timespec nap = {0, 20 * 1000};
     if (now() > deadline)
@@ -533,8 +481,7 @@ int epPortMark(epPort *port, unsigned event) {
   if (port->cuda)
     return toldCu(port, port->fabric->driver->eventRecord(port->events[event], (epCuStream)port->stream),
                   "cuEventRecord");
-  if (epPortSync(port))
-    return -1;
+  if (epPortSync(port)) return -1;
   port->hostTime[event] = now();
   return 0;
 }
@@ -552,7 +499,7 @@ int epPortElapsed(epPort *port, unsigned from, unsigned to, double *microseconds
   return 0;
 }
 
-/* ---- Peers --------------------------------------------------------------------------------------------------------- */
+/* ---- Peers ------------------------------------------------------------------------------------------------------ */
 
 typedef struct peerNote {
   void *pointer, *context;
@@ -563,13 +510,10 @@ int epPortMapPeers(epPort *port, void *mine, void **peers) {
   epFabric *fabric = port->fabric;
   peerNote note = {.pointer = mine, .context = port->context}, *all;
   int rc = -1;
-  for (int r = 0; r < port->ranks; r++)
-    peers[r] = NULL;
-  if (!port->cuda)
-    return epToolFail("rank %d: the emulated fabric has no copy engine", port->rank);
+  for (int r = 0; r < port->ranks; r++) peers[r] = NULL;
+  if (!port->cuda) return epToolFail("rank %d: the emulated fabric has no copy engine", port->rank);
   all = calloc((size_t)port->ranks, sizeof(*all));
-  if (!all)
-    return epToolFail("out of host memory");
+  if (!all) return epToolFail("out of host memory");
   if ((fabric->net && toldCu(port, fabric->driver->ipcGet(&note.handle, addressOf(mine)), "cuIpcGetMemHandle")) ||
       epPortGather(port, &note, all, sizeof(note)))
     goto done;
@@ -584,8 +528,7 @@ int epPortMapPeers(epPort *port, void *mine, void **peers) {
       peers[r] = (void *)(uintptr_t)opened;
     } else {
       cu = fabric->driver->peerEnable(all[r].context, 0);
-      if (cu != EP_CU_PEER_ALREADY_ENABLED && toldCu(port, cu, "cuCtxEnablePeerAccess"))
-        goto done;
+      if (cu != EP_CU_PEER_ALREADY_ENABLED && toldCu(port, cu, "cuCtxEnablePeerAccess")) goto done;
       peers[r] = all[r].pointer;
     }
   }
@@ -597,16 +540,13 @@ done:
 
 void epPortUnmapPeers(epPort *port, void **peers) {
   for (int r = 0; r < port->ranks && port->fabric->net; r++)
-    if (r != port->rank && peers[r])
-      port->fabric->driver->ipcClose(addressOf(peers[r]));
+    if (r != port->rank && peers[r]) port->fabric->driver->ipcClose(addressOf(peers[r]));
 }
 
 int epPortFaults(epPort *port) {
   ncclEpEmuReport_t report = NCCL_EP_EMU_REPORT_INIT;
-  if (port->cuda)
-    return 0;
-  if (toldEp(port, ncclEpEmuGetReport(port->comm, &report), "ncclEpEmuGetReport"))
-    return -1;
+  if (port->cuda) return 0;
+  if (toldEp(port, ncclEpEmuGetReport(port->comm, &report), "ncclEpEmuGetReport")) return -1;
   if (report.faults)
     return epToolFail("rank %d: the fabric reports %u faults: %s", port->rank, report.faults, report.text);
   return 0;

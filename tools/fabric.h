@@ -1,5 +1,5 @@
-/* One small interface over both kinds of machine that the tools run on: ranks with their communicator, memory, stream and
- * clock, on GPUs (one process with a thread per GPU, or one process per rank) or on the emulated fabric. */
+/* One small interface over both kinds of machine that the tools run on: ranks with their communicator, memory, stream
+ * and clock, on GPUs (one process with a thread per GPU, or one process per rank) or on the emulated fabric. */
 #ifndef EP_TOOLS_FABRIC_H_
 #define EP_TOOLS_FABRIC_H_
 
@@ -18,7 +18,7 @@ typedef struct epFabricOptions {
   unsigned scaleOut, scaleUp; /* 0: all GPUs found; the emulated fabric needs both */
   unsigned long long seed;    /* of the emulated schedule */
   unsigned emuSms, emuBug;
-  unsigned emuPlain; /* no weak memory */
+  unsigned emuPlain;  /* no weak memory */
   unsigned timeoutMs; /* of the group; the host waits a little longer */
 } epFabricOptions;
 
@@ -51,8 +51,8 @@ int epFabricRanks(const epFabric *fabric);
 int epFabricIsCuda(const epFabric *fabric);
 int epFabricSpeaks(const epFabric *fabric); /* this process holds rank 0, which prints */
 const char *epFabricVersions(const epFabric *fabric);
-/* Runs `body` for every rank of this process, each on its own thread. -1 when any of them failed; a body that returns -1
- * wakes the others from their barriers. */
+/* Runs `body` for every rank of this process, each on its own thread. -1 when any of them failed; a body that returns
+ * -1 wakes the others from their barriers. */
 int epFabricRun(epFabric *fabric, int (*body)(epPort *port, void *context), void *context);
 
 int epPortAlloc(epPort *port, void **device, size_t bytes, const char *name);
@@ -73,8 +73,8 @@ int epPortElapsed(epPort *port, unsigned from, unsigned to, double *microseconds
 /* Ranks' meeting points. */
 int epPortBarrier(epPort *port);
 int epPortGather(epPort *port, const void *mine, void *all, size_t bytes);
-/* What follows in the stream starts when all ranks have called Release: between the two, work is queued without the cost of
- * its launch showing up in the times. Collective. Hosts of one run each have their own start. */
+/* What follows in the stream starts when all ranks have called Release: between the two, work is queued without the
+ * cost of its launch showing up in the times. Collective. Hosts of one run each have their own start. */
 int epPortHold(epPort *port);
 int epPortRelease(epPort *port);
 

@@ -32,8 +32,7 @@ static void *watch(void *round) {
     fprintf(stderr, "%s: FAIL: ranks did not come back within %u s of the first failure; giving up\n", toolName,
             watchSeconds);
   pthread_mutex_unlock(&lock);
-  if (stuck)
-    _exit(1);
+  if (stuck) _exit(1);
   return NULL;
 }
 
@@ -41,13 +40,11 @@ static void *watch(void *round) {
 static void startWatch(void) {
   pthread_attr_t attributes;
   pthread_t thread;
-  if (watching || !watchSeconds || pthread_attr_init(&attributes))
-    return;
+  if (watching || !watchSeconds || pthread_attr_init(&attributes)) return;
   watching = 1;
   watchRound++;
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-  if (pthread_create(&thread, &attributes, watch, (void *)(size_t)watchRound))
-    watching = 0;
+  if (pthread_create(&thread, &attributes, watch, (void *)(size_t)watchRound)) watching = 0;
   pthread_attr_destroy(&attributes);
 }
 
@@ -59,8 +56,7 @@ int epToolFail(const char *format, ...) {
   va_end(args);
   failuresHere++;
   pthread_mutex_lock(&lock);
-  if (!failures)
-    snprintf(firstLine, sizeof(firstLine), "%s", line);
+  if (!failures) snprintf(firstLine, sizeof(firstLine), "%s", line);
   if (failures < MAX_LINES)
     fprintf(stderr, "%s: FAIL: %s\n", toolName, line);
   else if (failures == MAX_LINES)

@@ -1,5 +1,5 @@
-/* One rank's half of a MoE layer over the public interface. Buffers are allocated with guard bands that are filled once and
- * inspected after runs: whatever writes outside its tensor is seen, also on GPUs. */
+/* One rank's half of a MoE layer over the public interface. Buffers are allocated with guard bands that are filled once
+ * and inspected after runs: whatever writes outside its tensor is seen, also on GPUs. */
 #include "layer.h"
 
 #include <stdlib.h>
@@ -11,8 +11,7 @@
 #define GUARD_BYTE 0x5A
 
 static int told(const epLayer *layer, ncclResult_t rc, const char *what) {
-  if (rc == ncclSuccess)
-    return 0;
+  if (rc == ncclSuccess) return 0;
   return epToolFail("rank %d: %s: error %d: %s", layer->port->rank, what, (int)rc, ncclEpGetLastErrorString());
 }
 
@@ -22,13 +21,12 @@ uint64_t epLayerWorstRows(const epLayerConfig *config, int ranks, int repeats) {
   uint64_t locals = config->experts / (unsigned)ranks, align = config->align > 1 ? config->align : 1;
   uint64_t copies = !repeats && locals < config->topk ? locals : config->topk;
   uint64_t rows = (uint64_t)ranks * config->maxTokens;
-  if (config->layout == EP_REF_FLAT)
-    return rows;
+  if (config->layout == EP_REF_FLAT) return rows;
   rows = rows * copies + locals * (align - 1);
   return (rows + align - 1) / align * align;
 }
 
-/* ---- Buffers ------------------------------------------------------------------------------------------------------- */
+/* ---- Buffers ---------------------------------------------------------------------------------------------------- */
 
 static int guard(epLayer *layer, epBuffer *buffer) {
   return epPortFill(layer->port, buffer->base, GUARD_BYTE, GUARD_BYTES) ||
@@ -37,8 +35,7 @@ static int guard(epLayer *layer, epBuffer *buffer) {
 
 static int allocate(epLayer *layer, epBuffer *buffer, size_t bytes, const char *name) {
   void *base = NULL;
-  if (epPortAlloc(layer->port, &base, bytes + 2 * GUARD_BYTES, name))
-    return -1;
+  if (epPortAlloc(layer->port, &base, bytes + 2 * GUARD_BYTES, name)) return -1;
   *buffer = (epBuffer){.base = base, .data = (unsigned char *)base + GUARD_BYTES, .bytes = bytes, .name = name};
   return guard(layer, buffer);
 }
@@ -58,20 +55,18 @@ static epBuffer *output(epLayer *layer, size_t i) { return (epBuffer *)(void *)(
 int epLayerPrefill(epLayer *layer) {
   for (size_t i = 0; i < OUTPUTS; i++) {
     epBuffer *buffer = output(layer, i);
-    if (buffer->base && epPortFill(layer->port, buffer->data, outputs[i].fill, buffer->bytes))
-      return -1;
+    if (buffer->base && epPortFill(layer->port, buffer->data, outputs[i].fill, buffer->bytes)) return -1;
   }
   return 0;
 }
 
 static int checkGuard(epLayer *layer, const epBuffer *buffer, const unsigned char *device, const char *side) {
   unsigned char bytes[GUARD_BYTES];
-  if (epPortCopy(layer->port, bytes, device, sizeof(bytes)))
-    return -1;
+  if (epPortCopy(layer->port, bytes, device, sizeof(bytes))) return -1;
   for (unsigned i = 0; i < sizeof(bytes); i++)
     if (bytes[i] != GUARD_BYTE)
-      return epToolFail("rank %d: %s: byte %u of the guard band %s the buffer was overwritten: got 0x%02x", layer->port->rank,
-                        buffer->name, i, side, bytes[i]);
+      return epToolFail("rank %d: %s: byte %u of the guard band %s the buffer was overwritten: got 0x%02x",
+                        layer->port->rank, buffer->name, i, side, bytes[i]);
   return 0;
 }
 
@@ -100,7 +95,7 @@ int epLayerRead(epLayer *layer, const epBuffer *buffer, size_t bytes, void **out
   return 0;
 }
 
-/* ---- Opening ------------------------------------------------------------------------------------------------------- */
+/* ---- Opening ---------------------------------------------------------------------------------------------------- */
 
 static int createGroup(epLayer *layer) {
   const epLayerConfig *c = &layer->config;
@@ -132,8 +127,7 @@ static int createBuffers(epLayer *layer) {
   size_t row = epLayerRowBytes(c), tokens = c->maxTokens, locals = c->experts / (unsigned)layer->port->ranks;
   size_t perRow = c->layout == EP_REF_FLAT ? c->topk : 1, counter = c->index32 ? 4 : 8;
   for (unsigned i = 0; i < c->routings; i++)
-    if (allocate(layer, &layer->idx[i], tokens * c->topk * (c->index32 ? 4 : 8), "topk_idx"))
-      return -1;
+    if (allocate(layer, &layer->idx[i], tokens * c->topk * (c->index32 ? 4 : 8), "topk_idx")) return -1;
   if (allocate(layer, &layer->inTokens, tokens * row, "dispatch input tokens") ||
       allocate(layer, &layer->inWeights, tokens * c->topk * 4, "dispatch input topk_weights") ||
       allocate(layer, &layer->outTokens, c->capacity * row, "dispatch output tokens") ||
@@ -146,17 +140,15 @@ static int createBuffers(epLayer *layer) {
   if (c->layout == EP_REF_FLAT ? allocate(layer, &layer->outIdx, c->capacity * c->topk * 8, "dispatch output topk_idx")
                                : allocate(layer, &layer->offsets, locals * counter, "expert_offsets"))
     return -1;
-  if (c->backward &&
-      (allocate(layer, &layer->expertWeights, c->capacity * perRow * 4, "combine input topk_weights") ||
-       allocate(layer, &layer->yWeights, tokens * c->topk * 4, "combine output topk_weights")))
+  if (c->backward && (allocate(layer, &layer->expertWeights, c->capacity * perRow * 4, "combine input topk_weights") ||
+                      allocate(layer, &layer->yWeights, tokens * c->topk * 4, "combine output topk_weights")))
     return -1;
   return 0;
 }
 
 int epLayerOpen(epPort *port, const epLayerConfig *config, epLayer **out) {
   epLayer *layer = calloc(1, sizeof(*layer));
-  if (!layer)
-    return epToolFail("out of host memory");
+  if (!layer) return epToolFail("out of host memory");
   layer->port = port;
   layer->config = *config;
   if (createGroup(layer) || createHandle(layer) || createBuffers(layer)) {
@@ -169,42 +161,37 @@ int epLayerOpen(epPort *port, const epLayerConfig *config, epLayer **out) {
 
 int epLayerClose(epLayer *layer) {
   int rc = 0;
-  epBuffer *single[] = {&layer->inTokens, &layer->inWeights, &layer->outTokens, &layer->outWeights,    &layer->outIdx,
-                        &layer->counters, &layer->offsets,   &layer->total,     &layer->expertOut,     &layer->expertWeights,
-                        &layer->y,        &layer->yWeights};
-  if (layer->handle)
-    rc |= told(layer, ncclEpHandleDestroy(layer->handle), "ncclEpHandleDestroy");
-  if (layer->group)
-    rc |= told(layer, ncclEpGroupDestroy(layer->group), "ncclEpGroupDestroy");
-  for (size_t i = 0; i < sizeof(single) / sizeof(*single); i++)
-    epPortFree(layer->port, single[i]->base);
-  for (unsigned i = 0; i < EP_LAYER_ROUTINGS; i++)
-    epPortFree(layer->port, layer->idx[i].base);
+  epBuffer *single[] = {&layer->inTokens,  &layer->inWeights,     &layer->outTokens, &layer->outWeights,
+                        &layer->outIdx,    &layer->counters,      &layer->offsets,   &layer->total,
+                        &layer->expertOut, &layer->expertWeights, &layer->y,         &layer->yWeights};
+  if (layer->handle) rc |= told(layer, ncclEpHandleDestroy(layer->handle), "ncclEpHandleDestroy");
+  if (layer->group) rc |= told(layer, ncclEpGroupDestroy(layer->group), "ncclEpGroupDestroy");
+  for (size_t i = 0; i < sizeof(single) / sizeof(*single); i++) epPortFree(layer->port, single[i]->base);
+  for (unsigned i = 0; i < EP_LAYER_ROUTINGS; i++) epPortFree(layer->port, layer->idx[i].base);
   free(layer);
   return rc;
 }
 
-/* ---- Calls --------------------------------------------------------------------------------------------------------- */
+/* ---- Calls ------------------------------------------------------------------------------------------------------ */
 
 int epLayerSetIndices(epLayer *layer, unsigned routing, const int64_t *idx, uint32_t tokens) {
   size_t entries = (size_t)tokens * layer->config.topk;
   int32_t *narrow;
   int rc;
   layer->tokens[routing] = tokens;
-  if (!layer->config.index32)
-    return epPortCopy(layer->port, layer->idx[routing].data, idx, entries * sizeof(*idx));
+  if (!layer->config.index32) return epPortCopy(layer->port, layer->idx[routing].data, idx, entries * sizeof(*idx));
   narrow = malloc(entries * sizeof(*narrow) + 1);
-  if (!narrow)
-    return epToolFail("out of host memory");
-  for (size_t i = 0; i < entries; i++)
-    narrow[i] = (int32_t)idx[i];
+  if (!narrow) return epToolFail("out of host memory");
+  for (size_t i = 0; i < entries; i++) narrow[i] = (int32_t)idx[i];
   rc = epPortCopy(layer->port, layer->idx[routing].data, narrow, entries * sizeof(*narrow));
   free(narrow);
   return rc;
 }
 
 static ncclDataType_t typeOf(const epLayer *layer) {
-  return layer->config.type == EP_REF_BF16 ? ncclBfloat16 : layer->config.type == EP_REF_F16 ? ncclFloat16 : ncclFloat32;
+  return layer->config.type == EP_REF_BF16  ? ncclBfloat16
+         : layer->config.type == EP_REF_F16 ? ncclFloat16
+                                            : ncclFloat32;
 }
 
 /* A tensor over a buffer; without rows it has no address. sizes: the caller's [2]. */
@@ -234,12 +221,9 @@ int epLayerUpdate(epLayer *layer, unsigned routing) {
   info.expert_offsets = c->layout == EP_REF_EXPERT_MAJOR ? &offsets : NULL;
   info.recv_total_counter = &total;
   layer->current = routing;
-  if (told(layer, ncclEpUpdateHandle(layer->handle, &idx, &info, layer->port->stream), "ncclEpUpdateHandle"))
-    return -1;
-  if (c->budget)
-    return 0;
-  if (told(layer, ncclEpGetHostCounts(layer->handle, &counts), "ncclEpGetHostCounts"))
-    return -1;
+  if (told(layer, ncclEpUpdateHandle(layer->handle, &idx, &info, layer->port->stream), "ncclEpUpdateHandle")) return -1;
+  if (c->budget) return 0;
+  if (told(layer, ncclEpGetHostCounts(layer->handle, &counts), "ncclEpGetHostCounts")) return -1;
   layer->eagerRows = counts.total_padded;
   if (layer->eagerRows > c->capacity)
     return epToolFail("rank %d: the update says %u rows, more than the %llu there can be", layer->port->rank,

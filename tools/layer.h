@@ -1,5 +1,5 @@
-/* One rank's half of a MoE layer as the tools run it: group, handle, guarded buffers, and the five calls (update, dispatch,
- * combine, and the backward pass of each). Nothing here knows what the right answer is. */
+/* One rank's half of a MoE layer as the tools run it: group, handle, guarded buffers, and the five calls (update,
+ * dispatch, combine, and the backward pass of each). Nothing here knows what the right answer is. */
 #ifndef EP_TOOLS_LAYER_H_
 #define EP_TOOLS_LAYER_H_
 

@@ -1,5 +1,5 @@
-/* The plain C reference of dispatch and combine, written straight from the contract: one pass over all (source, token, k)
- * per output zone, sums element by element in the stated order. Slow on purpose where that keeps it obvious. */
+/* The plain C reference of dispatch and combine, written straight from the contract: one pass over all (source, token,
+ * k) per output zone, sums element by element in the stated order. Slow on purpose where that keeps it obvious. */
 #include "reference.h"
 
 #include <errno.h>
@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Numbers ------------------------------------------------------------------------------------------------------ */
+/* ---- Numbers ---------------------------------------------------------------------------------------------------- */
 
 size_t epRefTypeBytes(epRefType type) { return type == EP_REF_F32 ? 4 : 2; }
 
@@ -30,23 +30,20 @@ static uint32_t bitsOfFloat(float value) {
 /* `kept` = bits >> drop, rounded to nearest, ties to even. */
 static uint32_t roundShift(uint32_t bits, unsigned drop) {
   uint32_t kept = bits >> drop, rest = bits & ((1u << drop) - 1), half = 1u << (drop - 1);
-  if (rest > half || (rest == half && (kept & 1)))
-    kept++;
+  if (rest > half || (rest == half && (kept & 1))) kept++;
   return kept;
 }
 
 static uint16_t bf16OfFloat(float value) {
   uint32_t bits = bitsOfFloat(value);
-  if (isnan(value))
-    return (uint16_t)(bits >> 16 | 0x40);
+  if (isnan(value)) return (uint16_t)(bits >> 16 | 0x40);
   return (uint16_t)roundShift(bits, 16);
 }
 
 static float floatOfF16(uint16_t half) {
   uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ff;
   float magnitude;
-  if (exponent == 31)
-    return floatOfBits(sign | 0x7f800000u | fraction << 13);
+  if (exponent == 31) return floatOfBits(sign | 0x7f800000u | fraction << 13);
   magnitude = exponent ? ldexpf((float)(fraction | 0x400), (int)exponent - 25) : ldexpf((float)fraction, -24);
   return sign ? -magnitude : magnitude;
 }
@@ -55,22 +52,17 @@ static uint16_t f16OfFloat(float value) {
   uint32_t bits = bitsOfFloat(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffffu;
   int exponent = (int)(rest >> 23) - 127;
   uint32_t fraction = (rest & 0x7fffffu) | 0x800000u;
-  if (isnan(value))
-    return (uint16_t)(sign | 0x7e00u);
-  if (exponent > 15)
-    return (uint16_t)(sign | 0x7c00u);
+  if (isnan(value)) return (uint16_t)(sign | 0x7e00u);
+  if (exponent > 15) return (uint16_t)(sign | 0x7c00u);
   if (exponent >= -14) /* a carry out of the fraction moves into the exponent, up to infinity, as it should */
     return (uint16_t)(sign | (((uint32_t)(exponent + 14) << 10) + roundShift(fraction, 13)));
-  if (exponent < -25)
-    return (uint16_t)sign;
+  if (exponent < -25) return (uint16_t)sign;
   return (uint16_t)(sign | roundShift(fraction, (unsigned)(-1 - exponent)));
 }
 
 float epRefLoad(epRefType type, const void *row, size_t index) {
-  if (type == EP_REF_F32)
-    return ((const float *)row)[index];
-  if (type == EP_REF_F16)
-    return floatOfF16(((const uint16_t *)row)[index]);
+  if (type == EP_REF_F32) return ((const float *)row)[index];
+  if (type == EP_REF_F16) return floatOfF16(((const uint16_t *)row)[index]);
   return floatOfBits((uint32_t)((const uint16_t *)row)[index] << 16);
 }
 
@@ -87,20 +79,18 @@ static float roundTo(epRefType type, float value) {
   return epRefLoad(type, &element, 0);
 }
 
-/* ---- Dispatch ----------------------------------------------------------------------------------------------------- */
+/* ---- Dispatch --------------------------------------------------------------------------------------------------- */
 
 int epRefOwner(const epRef *ref, uint32_t rank, uint32_t token, uint32_t k) {
   int64_t expert = ref->in.topkIdx[rank][(size_t)token * ref->in.topk + k];
-  if (expert < 0 || expert >= (int64_t)ref->in.experts)
-    return -1;
+  if (expert < 0 || expert >= (int64_t)ref->in.experts) return -1;
   return (int)(expert / ref->locals);
 }
 
 /* Adds one row to the output, unless the budget is used up. */
 static void addRow(const epRef *ref, epRefRank *out, int32_t source, int32_t token, int32_t k) {
   if (!ref->in.budget || out->needed < ref->in.budget) {
-    if (out->row)
-      out->row[out->rows] = (epRefRow){source, token, k};
+    if (out->row) out->row[out->rows] = (epRefRow){source, token, k};
     out->rows++;
   }
   out->needed++;
@@ -108,16 +98,14 @@ static void addRow(const epRef *ref, epRefRank *out, int32_t source, int32_t tok
 
 static int sentTo(const epRef *ref, uint32_t source, uint32_t token, uint32_t destination) {
   for (uint32_t k = 0; k < ref->in.topk; k++)
-    if (epRefOwner(ref, source, token, k) == (int)destination)
-      return 1;
+    if (epRefOwner(ref, source, token, k) == (int)destination) return 1;
   return 0;
 }
 
 static void fillFlat(const epRef *ref, uint32_t rank, epRefRank *out) {
   for (uint32_t s = 0; s < ref->in.ranks; s++)
     for (uint32_t t = 0; t < ref->in.tokens[s]; t++)
-      if (sentTo(ref, s, t, rank))
-        addRow(ref, out, (int32_t)s, (int32_t)t, -1);
+      if (sentTo(ref, s, t, rank)) addRow(ref, out, (int32_t)s, (int32_t)t, -1);
 }
 
 static void fillExpertMajor(const epRef *ref, uint32_t rank, epRefRank *out) {
@@ -128,8 +116,7 @@ static void fillExpertMajor(const epRef *ref, uint32_t rank, epRefRank *out) {
         for (uint32_t k = 0; k < ref->in.topk; k++)
           if (ref->in.topkIdx[s][(size_t)t * ref->in.topk + k] == expert)
             addRow(ref, out, (int32_t)s, (int32_t)t, (int32_t)k);
-    while (ref->in.align > 1 && out->needed % ref->in.align)
-      addRow(ref, out, -1, -1, -1);
+    while (ref->in.align > 1 && out->needed % ref->in.align) addRow(ref, out, -1, -1, -1);
   }
 }
 
@@ -145,26 +132,22 @@ static void fillCounts(const epRef *ref, uint32_t rank, epRefRank *out) {
   uint64_t offset = 0;
   for (uint32_t s = 0; s < ref->in.ranks; s++)
     for (uint32_t t = 0; t < ref->in.tokens[s]; t++) {
-      if (sentTo(ref, s, t, rank))
-        out->perSource[s]++;
+      if (sentTo(ref, s, t, rank)) out->perSource[s]++;
       for (uint32_t k = 0; k < ref->in.topk; k++)
         if (epRefOwner(ref, s, t, k) == (int)rank)
           out->perExpert[ref->in.topkIdx[s][(size_t)t * ref->in.topk + k] % ref->locals]++;
     }
   for (uint32_t l = 0; l < ref->locals; l++) {
     uint64_t padded = out->perExpert[l];
-    while (ref->in.layout == EP_REF_EXPERT_MAJOR && ref->in.align > 1 && padded % ref->in.align)
-      padded++;
+    while (ref->in.layout == EP_REF_EXPERT_MAJOR && ref->in.align > 1 && padded % ref->in.align) padded++;
     out->perExpertPadded[l] = padded;
     out->offset[l] = offset;
     offset += padded;
   }
   if (ref->in.layout == EP_REF_FLAT)
-    for (uint32_t s = 0; s < ref->in.ranks; s++)
-      out->total += out->perSource[s];
+    for (uint32_t s = 0; s < ref->in.ranks; s++) out->total += out->perSource[s];
   else
-    for (uint32_t l = 0; l < ref->locals; l++)
-      out->total += out->perExpert[l];
+    for (uint32_t l = 0; l < ref->locals; l++) out->total += out->perExpert[l];
 }
 
 /* The inverse of the rows: where each (token, k) of every rank went. */
@@ -172,8 +155,7 @@ static void fillSlots(epRef *ref) {
   for (uint32_t d = 0; d < ref->in.ranks; d++)
     for (uint64_t i = 0; i < ref->rank[d].rows; i++) {
       epRefRow row = ref->rank[d].row[i];
-      if (row.source < 0)
-        continue;
+      if (row.source < 0) continue;
       for (uint32_t k = 0; k < ref->in.topk; k++)
         if (row.k < 0 ? epRefOwner(ref, (uint32_t)row.source, (uint32_t)row.token, k) == (int)d : row.k == (int32_t)k)
           ref->slot[row.source][(size_t)row.token * ref->in.topk + k] = (int64_t)i;
@@ -195,13 +177,11 @@ static int fillRank(epRef *ref, uint32_t rank) {
   out->perExpert = calloc(ref->locals, sizeof(uint64_t));
   out->perExpertPadded = calloc(ref->locals, sizeof(uint64_t));
   out->offset = calloc(ref->locals, sizeof(uint64_t));
-  if (!out->perSource || !out->perExpert || !out->perExpertPadded || !out->offset)
-    return ENOMEM;
+  if (!out->perSource || !out->perExpert || !out->perExpertPadded || !out->offset) return ENOMEM;
   fillCounts(ref, rank, out);
   fillRows(ref, rank, out); /* first to count, then to fill */
   out->row = calloc(out->rows + 1, sizeof(epRefRow));
-  if (!out->row)
-    return ENOMEM;
+  if (!out->row) return ENOMEM;
   fillRows(ref, rank, out);
   return 0;
 }
@@ -209,27 +189,21 @@ static int fillRank(epRef *ref, uint32_t rank) {
 int epRefCreate(const epRefRouting *in, epRef **out) {
   epRef *ref;
   int rc = ENOMEM;
-  if (!in->ranks || !in->experts || !in->topk || in->experts % in->ranks)
-    return EINVAL;
+  if (!in->ranks || !in->experts || !in->topk || in->experts % in->ranks) return EINVAL;
   ref = calloc(1, sizeof(*ref));
-  if (!ref)
-    return ENOMEM;
+  if (!ref) return ENOMEM;
   ref->in = *in;
   ref->locals = in->experts / in->ranks;
   ref->rank = calloc(in->ranks, sizeof(*ref->rank));
   ref->slot = calloc(in->ranks, sizeof(*ref->slot));
-  if (!ref->rank || !ref->slot)
-    goto fail;
+  if (!ref->rank || !ref->slot) goto fail;
   for (uint32_t r = 0; r < in->ranks; r++) {
     size_t entries = (size_t)in->tokens[r] * in->topk;
     ref->slot[r] = malloc((entries + 1) * sizeof(int64_t));
-    if (!ref->slot[r])
-      goto fail;
-    for (size_t i = 0; i < entries; i++)
-      ref->slot[r][i] = -1;
+    if (!ref->slot[r]) goto fail;
+    for (size_t i = 0; i < entries; i++) ref->slot[r][i] = -1;
     rc = fillRank(ref, r);
-    if (rc)
-      goto fail;
+    if (rc) goto fail;
   }
   fillSlots(ref);
   *out = ref;
@@ -240,8 +214,7 @@ fail:
 }
 
 void epRefDestroy(epRef *ref) {
-  if (!ref)
-    return;
+  if (!ref) return;
   for (uint32_t r = 0; r < ref->in.ranks; r++) {
     if (ref->rank) {
       free(ref->rank[r].row);
@@ -250,34 +223,29 @@ void epRefDestroy(epRef *ref) {
       free(ref->rank[r].perExpertPadded);
       free(ref->rank[r].offset);
     }
-    if (ref->slot)
-      free(ref->slot[r]);
+    if (ref->slot) free(ref->slot[r]);
   }
   free(ref->rank);
   free(ref->slot);
   free(ref);
 }
 
-/* ---- Combine ------------------------------------------------------------------------------------------------------ */
+/* ---- Combine ---------------------------------------------------------------------------------------------------- */
 
 static void clearSum(float *sum, uint32_t hidden) {
-  for (uint32_t h = 0; h < hidden; h++)
-    sum[h] = 0.0f;
+  for (uint32_t h = 0; h < hidden; h++) sum[h] = 0.0f;
 }
 
 static void addSum(float *sum, const float *other, uint32_t hidden) {
-  for (uint32_t h = 0; h < hidden; h++)
-    sum[h] += other[h];
+  for (uint32_t h = 0; h < hidden; h++) sum[h] += other[h];
 }
 
 static void roundSum(epRefType type, float *sum, uint32_t hidden) {
-  for (uint32_t h = 0; h < hidden; h++)
-    sum[h] = roundTo(type, sum[h]);
+  for (uint32_t h = 0; h < hidden; h++) sum[h] = roundTo(type, sum[h]);
 }
 
 static void addElements(epRefType type, float *sum, const void *row, uint32_t hidden) {
-  for (uint32_t h = 0; h < hidden; h++)
-    sum[h] += epRefLoad(type, row, h);
+  for (uint32_t h = 0; h < hidden; h++) sum[h] += epRefLoad(type, row, h);
 }
 
 /* The token's slots as combine sees them: one a (token, k), but one a rank in the flat layout. */
@@ -300,15 +268,13 @@ static int domainOf(const tokenSlots *s, uint32_t k) {
 /* True when no larger k has the same owner (domain). */
 static int highestOf(const tokenSlots *s, uint32_t k, int (*of)(const tokenSlots *, uint32_t)) {
   for (uint32_t j = k + 1; j < s->ref->in.topk; j++)
-    if (of(s, j) == of(s, k))
-      return 0;
+    if (of(s, j) == of(s, k)) return 0;
   return 1;
 }
 
 static int repeatsRow(const tokenSlots *s, uint32_t k) {
   for (uint32_t j = 0; j < k && s->ref->in.layout == EP_REF_FLAT; j++)
-    if (ownerOf(s, j) == ownerOf(s, k))
-      return 1;
+    if (ownerOf(s, j) == ownerOf(s, k)) return 1;
   return 0;
 }
 
@@ -316,8 +282,7 @@ static int repeatsRow(const tokenSlots *s, uint32_t k) {
 static void sumOfRank(const tokenSlots *s, int owner, float *sum) {
   clearSum(sum, s->how->hidden);
   for (uint32_t k = 0; k < s->ref->in.topk; k++)
-    if (ownerOf(s, k) == owner && !repeatsRow(s, k))
-      addElements(s->how->type, sum, s->rows[k], s->how->hidden);
+    if (ownerOf(s, k) == owner && !repeatsRow(s, k)) addElements(s->how->type, sum, s->rows[k], s->how->hidden);
   roundSum(s->how->type, sum, s->how->hidden);
 }
 
@@ -338,16 +303,12 @@ void epRefCombineToken(const epRef *ref, const epRefCombine *how, uint32_t rank,
   float *total = scratch, *domain = scratch + how->hidden, *partial = domain + how->hidden;
   int hybrid = how->scaleUp < ref->in.ranks;
   clearSum(total, how->hidden);
-  if (how->bias0)
-    addElements(how->type, total, how->bias0, how->hidden);
-  if (how->bias1)
-    addElements(how->type, total, how->bias1, how->hidden);
+  if (how->bias0) addElements(how->type, total, how->bias0, how->hidden);
+  if (how->bias1) addElements(how->type, total, how->bias1, how->hidden);
   for (uint32_t k = 0; k < ref->in.topk; k++) {
-    if (ownerOf(&s, k) < 0)
-      continue;
+    if (ownerOf(&s, k) < 0) continue;
     if (!how->multipleReductions) {
-      if (!repeatsRow(&s, k))
-        addElements(how->type, total, rows[k], how->hidden);
+      if (!repeatsRow(&s, k)) addElements(how->type, total, rows[k], how->hidden);
     } else if (hybrid) {
       if (highestOf(&s, k, domainOf)) {
         sumOfDomain(&s, domainOf(&s, k), partial, domain);
@@ -358,6 +319,5 @@ void epRefCombineToken(const epRef *ref, const epRefCombine *how, uint32_t rank,
       addSum(total, partial, how->hidden);
     }
   }
-  for (uint32_t h = 0; h < how->hidden; h++)
-    epRefStore(how->type, out, h, total[h]);
+  for (uint32_t h = 0; h < how->hidden; h++) epRefStore(how->type, out, h, total[h]);
 }

@@ -1,5 +1,6 @@
-/* The plain C reference of dispatch and combine: what each call must give, for all ranks at once, in the simplest loops.
- * Everything that moves tokens (GPU kernels, emulated fabric) is compared with it, so it shares no arithmetic with them. */
+/* The plain C reference of dispatch and combine: what each call must give, for all ranks at once, in the simplest
+ * loops. Everything that moves tokens (GPU kernels, emulated fabric) is compared with it, so it shares no arithmetic
+ * with them. */
 #ifndef EP_TOOLS_REFERENCE_H_
 #define EP_TOOLS_REFERENCE_H_
 
@@ -19,7 +20,8 @@ typedef struct epRefRouting {
   const int64_t *const *topkIdx; /* [ranks] -> [T][topk]; entries outside [0, experts) select nothing */
 } epRefRouting;
 
-/* Where a row of a dispatch output comes from. Flat rows stand for all k of the token: k is -1. Padding: source is -1. */
+/* Where a row of a dispatch output comes from. Flat rows stand for all k of the token: k is -1. Padding: source is -1.
+ */
 typedef struct epRefRow {
   int32_t source, token, k;
 } epRefRow;
@@ -54,8 +56,8 @@ int epRefOwner(const epRef *ref, uint32_t rank, uint32_t token, uint32_t k);
 void epRefIndexRow(const epRef *ref, uint32_t rank, uint64_t row, int global, int64_t *out);
 
 /* Combine of one token of `rank`. rows[k] is the expert output at ref->slot[rank][token * topk + k] of the owner, NULL
- * where that is -1. scaleUp: ranks of a domain, ref->in.ranks for plain. out: [hidden] elements of `type`. `scratch` holds
- * 4 * hidden floats. */
+ * where that is -1. scaleUp: ranks of a domain, ref->in.ranks for plain. out: [hidden] elements of `type`. `scratch`
+ * holds 4 * hidden floats. */
 typedef struct epRefCombine {
   epRefType type;
   uint32_t hidden, scaleUp;

@@ -1,0 +1,113 @@
+/* NVLink through NVML and RDMA NICs through libibverbs, both bound at run time. */
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "info.h"
+
+enum { MAX_LINKS = 36 };
+
+typedef struct {
+  int (*init)(void);
+  int (*shutdown)(void);
+  int (*deviceGetCount)(unsigned *count);
+  int (*deviceGetHandleByIndex)(unsigned index, void **device);
+  int (*deviceGetName)(void *device, char *name, unsigned bytes);
+  int (*deviceGetNvLinkState)(void *device, unsigned link, int *active);
+  int (*deviceGetNvLinkVersion)(void *device, unsigned link, unsigned *version);
+} nvml;
+
+static int bindSymbol(void *lib, const char *symbol, void *slot) {
+  void *address = dlsym(lib, symbol);
+  memcpy(slot, &address, sizeof(address));
+  return address != NULL;
+}
+
+static void showLinks(const nvml *n) {
+  unsigned count = 0;
+  if (n->deviceGetCount(&count) != 0) count = 0;
+  if (!count) infoMissing("NVLink", "NVML shows no GPU", "nothing to link");
+  for (unsigned i = 0; i < count; i++) {
+    void *device;
+    char name[96] = "?", label[32];
+    unsigned links = 0, version = 0;
+    snprintf(label, sizeof(label), "NVML GPU %u", i);
+    if (n->deviceGetHandleByIndex(i, &device) != 0) continue;
+    (void)n->deviceGetName(device, name, sizeof(name));
+    for (unsigned link = 0; link < MAX_LINKS; link++) {
+      int active = 0;
+      if (n->deviceGetNvLinkState(device, link, &active) == 0 && active) {
+        links++;
+        (void)n->deviceGetNvLinkVersion(device, link, &version);
+      }
+    }
+    if (links)
+      infoFound(label, "%s, %u NVLinks up (generation code %u)", name, links, version);
+    else
+      infoMissing(label, "no NVLink is up", "tokens go over PCIe where peer access allows it, ten times slower");
+  }
+}
+
+void infoNvlink(void) {
+  nvml n;
+  infoSection("NVLink");
+  void *lib = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (!lib) {
+    infoMissing("NVML", "libnvidia-ml.so.1 is not there", "links are not shown; nothing else depends on it");
+    return;
+  }
+  if (bindSymbol(lib, "nvmlInit_v2", &n.init) && bindSymbol(lib, "nvmlShutdown", &n.shutdown) &&
+      bindSymbol(lib, "nvmlDeviceGetCount_v2", &n.deviceGetCount) &&
+      bindSymbol(lib, "nvmlDeviceGetHandleByIndex_v2", &n.deviceGetHandleByIndex) &&
+      bindSymbol(lib, "nvmlDeviceGetName", &n.deviceGetName) &&
+      bindSymbol(lib, "nvmlDeviceGetNvLinkState", &n.deviceGetNvLinkState) &&
+      bindSymbol(lib, "nvmlDeviceGetNvLinkVersion", &n.deviceGetNvLinkVersion) && n.init() == 0) {
+    showLinks(&n);
+    (void)n.shutdown();
+  } else {
+    infoMissing("NVML", "it does not start", "links are not shown; nothing else depends on it");
+  }
+  (void)dlclose(lib);
+}
+
+/* The first line of a file in sysfs, without its newline. */
+static const char *sysfs(const char *device, const char *leaf, char *text, size_t room) {
+  char path[256];
+  snprintf(text, room, "?");
+  snprintf(path, sizeof(path), "/sys/class/infiniband/%s/%s", device, leaf);
+  FILE *f = fopen(path, "r");
+  if (!f) return text;
+  if (fgets(text, (int)room, f)) text[strcspn(text, "\n")] = 0;
+  (void)fclose(f);
+  return text;
+}
+
+void infoNics(void) {
+  void **(*getDeviceList)(int *count) = NULL;
+  void (*freeDeviceList)(void **list) = NULL;
+  const char *(*getDeviceName)(void *device) = NULL;
+  static const char meaning[] = "no scale-out; one scale-up domain works";
+  int count = 0;
+  infoSection("RDMA");
+  void *lib = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (!lib) {
+    infoMissing("verbs", "libibverbs.so.1 is not there", meaning);
+    return;
+  }
+  if (!bindSymbol(lib, "ibv_get_device_list", &getDeviceList) ||
+      !bindSymbol(lib, "ibv_free_device_list", &freeDeviceList) ||
+      !bindSymbol(lib, "ibv_get_device_name", &getDeviceName)) {
+    infoMissing("verbs", "libibverbs.so.1 lacks its functions", meaning);
+  } else {
+    void **list = getDeviceList(&count);
+    if (!list || !count) infoMissing("NICs", "verbs shows none", meaning);
+    for (int i = 0; list && i < count; i++) {
+      char state[64], rate[64], layer[64];
+      const char *name = getDeviceName(list[i]);
+      infoFound(name, "port 1: %s, %s, %s", sysfs(name, "ports/1/link_layer", layer, sizeof(layer)),
+                sysfs(name, "ports/1/state", state, sizeof(state)), sysfs(name, "ports/1/rate", rate, sizeof(rate)));
+    }
+    if (list) freeDeviceList(list);
+  }
+  (void)dlclose(lib);
+}
