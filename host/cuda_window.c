@@ -20,7 +20,7 @@ typedef struct {
   uint32_t stride4G; /* from one rank's to the next, in units of 4 GiB */
 } windowHead;
 
-/* Its headers are C++ for the device only: the JIT's tests compile these offsets against every embedded header set. */
+/* Its headers are C++ only: tests/test_vendor_abi.cpp compares the offsets with those installed. */
 _Static_assert(offsetof(windowHead, lsaFlatBase) == 8 && offsetof(windowHead, lsaRank) == 16 &&
                    offsetof(windowHead, worldRank) == 20 && offsetof(windowHead, stride4G) == 24,
                "ncclWindow_vidmem");

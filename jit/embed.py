@@ -80,6 +80,18 @@ def closure(root):
     return found
 
 
+def absolute_includes(name, text, known):
+    """NVRTC finds embedded headers by the very name an #include writes, so names relative to a file become relative to
+    the root. Nothing else of the text is changed."""
+    def rewrite(match):
+        written = match.group(2)
+        for candidate in (os.path.normpath(os.path.join(os.path.dirname(name), written)), written):
+            if candidate in known:
+                return f"{match.group(1)}\"{candidate}\""
+        return match.group(0)
+    return re.sub(r'(^[ \t]*#[ \t]*include[ \t]*)"([^"]+)"', rewrite, text, flags=re.MULTILINE)
+
+
 def nccl(output, depfile, roots):
     sets, depends = {}, []
     for root in roots:
@@ -89,10 +101,10 @@ def nccl(output, depfile, roots):
         values = dict(re.findall(r"#define\s+NCCL_(MAJOR|MINOR|PATCH|VERSION_CODE)\s+(\d+)", read(header)))
         if len(values) < 4 or int(values["VERSION_CODE"]) in sets:
             continue
-        entries = []
-        for name in closure(root):
+        entries, names = [], closure(root)
+        for name in names:
             path = os.path.join(root, name)
-            entries.append((name, read(path)))
+            entries.append((name, absolute_includes(name, read(path), set(names))))
             depends.append(path)
         licence = license_of(root)
         if licence:

@@ -34,7 +34,7 @@ _Static_assert(sizeof(epJitKey) == 12 * 4 + sizeof(epConfig), "padding in the ke
 typedef struct {
   epJitKey key;
   char *source;
-  char archOption[40];
+  char archOption[40], label[80];
   epCompileJob job;
 } epJitRequest;
 
@@ -173,6 +173,7 @@ static ncclResult_t makeRequest(epJit *jit, const epNvrtc *nvrtc, int kernelId, 
   XXH128_hash_t text = XXH3_128bits(r->source, strlen(r->source) + 1);
   for (int i = 0; i < job->optionCount; i++)
     text = XXH3_128bits_withSeed(job->options[i], strlen(job->options[i]) + 1, text.low64 ^ text.high64);
+  snprintf(r->label, sizeof(r->label), "%s-sm_%d", job->name, target);
   r->key.version = EP_KEY_VERSION;
   r->key.kernelId = (uint32_t)kernelId;
   r->key.arch = (uint32_t)target;
@@ -192,13 +193,11 @@ static void copyUsage(epJitCode *code, const epCompileUsage *usage) {
 
 /* Disk, then compiler. */
 static ncclResult_t produce(epJit *jit, const epNvrtc *nvrtc, const epJitRequest *r, epJitCode *code) {
-  char label[80];
   epCompileUsage usage;
   epCompiled compiled;
   ncclResult_t rc = ncclSuccess;
   int lock = -1;
-  snprintf(label, sizeof(label), "%s-sm_%u", r->job.name, r->key.arch);
-  epCacheKey cacheKey = {label, &r->key, sizeof(r->key)};
+  epCacheKey cacheKey = {r->label, &r->key, sizeof(r->key)};
   memset(&compiled, 0, sizeof(compiled));
 
   /* Whoever dumps wants to see everything made. */
@@ -211,7 +210,7 @@ static ncclResult_t produce(epJit *jit, const epNvrtc *nvrtc, const epJitRequest
   }
   if (!code->fromCache) {
     rc = epCompile(nvrtc, &r->job, &compiled);
-    if (jit->dump[0]) epJitDump(jit->dump, label, &r->key.config, &r->job, rc == ncclSuccess ? &compiled : NULL);
+    if (jit->dump[0]) epJitDump(jit->dump, r->label, &r->key.config, &r->job, rc == ncclSuccess ? &compiled : NULL);
     if (rc == ncclSuccess) {
       epCacheStore(jit->cache, &cacheKey, compiled.cubin, compiled.bytes, &compiled.usage);
       code->cubin = compiled.cubin;
@@ -224,6 +223,23 @@ static ncclResult_t produce(epJit *jit, const epNvrtc *nvrtc, const epJitRequest
   epCacheUnlock(lock);
   epCompiledFree(&compiled);
   return rc;
+}
+
+int epJitCached(epJit *jit, int kernelId, const epConfig *config, int arch) {
+  const epNvrtc *nvrtc;
+  epJitRequest request;
+  void *cubin = NULL;
+  size_t bytes;
+  epCompileUsage usage;
+  int hit = 0;
+  if (epNvrtcOpen(&nvrtc) != ncclSuccess) return 0;
+  if (makeRequest(jit, nvrtc, kernelId, config, arch, &request) == ncclSuccess) {
+    epCacheKey key = {request.label, &request.key, sizeof(request.key)};
+    hit = epCacheLoad(jit->cache, &key, &cubin, &bytes, &usage);
+  }
+  free(cubin);
+  free(request.source);
+  return hit;
 }
 
 static epJitSlot *findSlot(epJit *jit, const epJitKey *key) {

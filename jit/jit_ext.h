@@ -8,6 +8,8 @@
 ncclResult_t epJitOpenAt(epJit **out, const char *folder);
 /* NULL: no disk cache, and *why says why. */
 const char *epJitCacheFolder(epJit *jit, const char **why);
+/* 1 when the disk cache holds a good entry. */
+int epJitCached(epJit *jit, int kernelId, const epConfig *config, int arch);
 /* File of the bound NVRTC; empty when there is none. */
 const char *epJitCompilerPath(epJit *jit);
 
