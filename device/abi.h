@@ -129,13 +129,29 @@ typedef struct epCombineArgs {
 EP_HD uint32_t epUpdateSmem(const epConfig *c) {
   return EP_VERDICT_BYTES + 4u * (c->threads / 32) * (c->experts + c->ranks);
 }
-/* dispatch and combine: the block's verdict word and an mbarrier a warp, then one row and its weights a warp */
-EP_HD uint32_t epControlSmem(const epConfig *c) { return (uint32_t)epAlignUp(EP_VERDICT_BYTES + 8ull * (c->threads / 32), 128); }
+/* dispatch and combine: the verdict word and two mbarriers a warp, then two stages a warp, so that one is loaded while the
+ * other is stored */
+EP_HD uint32_t epControlSmem(uint32_t warps) { return (uint32_t)epAlignUp(EP_VERDICT_BYTES + 16ull * warps, 128); }
+/* a row and its weights */
 EP_HD uint32_t epRowBufferBytes(const epConfig *c) {
   return (uint32_t)epAlignUp((uint64_t)c->rowBytes + (c->weights ? epWeightBytes(c->topk) : 0), 128);
 }
+/* a stage: a chunk of rows in dispatch, pieces of up to K rows in combine */
+EP_HD uint32_t epStageBytes(const epConfig *c) {
+  uint32_t chunk = epChunkRows(c->rowBytes) * epRowBufferBytes(c);
+  uint32_t pieces = (uint32_t)epAlignUp((uint64_t)EP_ROW_ALIGN * c->topk, 128);
+  return chunk > pieces ? chunk : pieces;
+}
 EP_HD uint32_t epMoveSmem(const epConfig *c) {
-  return epControlSmem(c) + (c->bulk ? (c->threads / 32) * epRowBufferBytes(c) : 0);
+  uint32_t warps = c->threads / 32;
+  return epControlSmem(warps) + (c->bulk ? 2 * warps * epStageBytes(c) : 0);
+}
+/* Most warps of a dispatch or combine block that shared memory holds, at most 16; 0: not even one (c->threads is ignored). */
+EP_HD uint32_t epMoveWarps(const epConfig *c, uint32_t smemPerBlock) {
+  uint32_t warps = 16;
+  while (warps && c->bulk && epControlSmem(warps) + 2ull * warps * epStageBytes(c) > smemPerBlock)
+    warps--;
+  return warps;
 }
 
 #endif

@@ -1,8 +1,8 @@
 /* Dispatch: token rows to the ranks that own their experts, and the epilogue that arranges what arrives. One kernel; the
- * first blocks push, the others run the epilogue meanwhile, chunk by chunk as flags come in.
+ * first blocks push, the others run the epilogue meanwhile, row by row as flags come in.
  *
- *   push      a warp a chunk of 8 tokens; each row is loaded once and stored once per distinct remote rank, into the
- *             staging row that update's scan gave it; then one flag a (destination, chunk)
+ *   push      a warp a chunk of tokens (epChunkRows); each row is loaded once and stored once per distinct remote rank, into the
+ *             staging row of its token index, so sending needs no scan; then one flag a (destination, chunk)
  *   epilogue  a warp a row: local rows straight from the input, remote ones from staging after their flag; flat: one
  *             store, expert-major: one per slot; padding rows are zeroed and index tails filled before anything arrives
  *
@@ -13,128 +13,173 @@
 
 #include "rows.h"
 
-/* One flag to every rank that got a row of this chunk of tokens. Ranks are found again from the record, 32 (token, k) at
- * a time; a rank seen in two such rounds gets its flag twice, with the same value. */
+/* Remote owners of a token: lane k's owner, and the mask of lanes that are the first of their owner. */
+template <class C> DEV uint32_t ep_dispatch_targets(const C c, const epDispatchArgs &a, uint32_t t, uint32_t *owner) {
+  uint32_t l = p::lane();
+  const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk;
+  int32_t e = l < c.topk ? p::ldg<int32_t>(topk + l) : -1;
+  *owner = e >= 0 ? (uint32_t)e / (c.experts / c.ranks) : a.group.rank;
+  bool remote = *owner != a.group.rank;
+  uint32_t mates = p::match_any(p::FULL, remote ? *owner : ep_lone_key());
+  return p::ballot(p::FULL, remote && (mates & ep_lanes_below()) == 0);
+}
+
+/* One flag to every rank that got a row of this chunk of tokens. A rank hit by several tokens gets it again, with the
+ * same value. */
 template <class C>
 DEV void ep_dispatch_raise(const C c, const epDispatchArgs &a, uint32_t chunk, uint32_t t0, uint32_t t1, uint32_t gen) {
-  const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
-  uint32_t entries = (t1 - t0) * c.topk;
-  for (uint32_t i = p::lane(); i - p::lane() < entries; i += 32) {
-    int32_t e = i < entries ? p::ldg<int32_t>(topk + (uint64_t)t0 * c.topk + i) : -1;
-    uint32_t owner = e >= 0 ? (uint32_t)e / (c.experts / c.ranks) : a.group.rank;
-    bool remote = owner != a.group.rank;
-    uint32_t mates = p::match_any(p::FULL, remote ? owner : ep_lone_key());
-    if (remote && (mates & ep_lanes_below()) == 0)
+  for (uint32_t t = t0; t < t1; t++) {
+    uint32_t owner, sends = ep_dispatch_targets(c, a, t, &owner);
+    if (sends >> p::lane() & 1)
       ep_raise(c, ep_flag(a.group, owner, a.group.rank, chunk), gen);
   }
 }
 
+/* Issues the loads of a chunk: its rows, and their weights behind each; tokens that stay here are left out. */
 template <class C>
-DEV void ep_dispatch_push_token(const C c, const epDispatchArgs &a, epRowBuffer &b, uint32_t t) {
-  uint32_t me = a.group.rank, l = p::lane();
-  uint64_t at = (uint64_t)t * c.topk + l;
-  int32_t e = -1;
-  uint32_t row = 0;
-  if (l < c.topk) {
-    e = p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + at);
-    row = (uint32_t)p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.sendRow) + at);
-  }
-  uint32_t owner = e >= 0 ? (uint32_t)e / (c.experts / c.ranks) : me;
-  bool remote = owner != me;
-  uint32_t mates = p::match_any(p::FULL, remote ? owner : ep_lone_key());
-  uint32_t sends = p::ballot(p::FULL, remote && (mates & ep_lanes_below()) == 0);
-  if (!sends)
-    return;
-  const uint8_t *src = a.tokens + (uint64_t)t * c.rowBytes;
+DEV void ep_dispatch_load_chunk(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, uint32_t t0, uint32_t t1) {
+  epConfig plain = ep_plain_config(c);
+  uint32_t l = p::lane(), stride = epRowBufferBytes(&plain), stage = ep_stage(q, n), owner, wanted = 0;
   uint32_t weightBytes = c.weights ? epWeightBytes(c.topk) : 0;
-  uint32_t weight = c.weights && l < c.topk ? p::as_u32(p::ldg<float>(a.weights + at)) : 0;
-  if (c.bulk) {
-    ep_row_free(c);
-    if (4 * l < weightBytes)
-      p::sts<uint32_t>(b.row + c.rowBytes + 4 * l, weight);
-    if (c.weights)
-      ep_row_written(c);
-    ep_row_load(c, b, src, c.rowBytes);
+  for (uint32_t t = t0; t < t1; t++)
+    wanted |= (ep_dispatch_targets(c, a, t, &owner) != 0) << (t - t0);
+  ep_stage_free<0>(c);
+  ep_stage_expect(q, n, p::popc(wanted) * c.rowBytes);
+  if (l < t1 - t0 && (wanted >> l & 1)) {
+    ep_fence_load(c);
+    p::bulk_g2s(stage + l * stride, a.tokens + (uint64_t)(t0 + l) * c.rowBytes, c.rowBytes, ep_bar(q, n));
   }
-  for (; sends; sends &= sends - 1) {
-    uint32_t from = p::ffs(sends) - 1;
-    uint32_t dst = p::shfl(p::FULL, owner, from), itsRow = p::shfl(p::FULL, row, from);
-    uint8_t *to = ep_stage_row(a.group, dst, me, itsRow);
-    if (c.bulk) {
-      if (l == 0)
-        p::bulk_s2g(to, b.row, c.rowBytes + weightBytes);
-    } else {
-      ep_row_copy(to, src, c.rowBytes);
+  if (c.weights) {
+    for (uint32_t t = t0; t < t1; t++)
       if (4 * l < weightBytes)
-        p::stg<uint32_t>(to + c.rowBytes + 4 * l, weight);
+        p::sts<uint32_t>(stage + (t - t0) * stride + c.rowBytes + 4 * l,
+                         l < c.topk ? p::as_u32(p::ldg<float>(a.weights + (uint64_t)t * c.topk + l)) : 0);
+    ep_stage_written(c);
+  }
+}
+
+/* Stores a chunk, from its stage or straight from the input, to every remote owner of each token. */
+template <class C>
+DEV void ep_dispatch_send_chunk(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, uint32_t t0, uint32_t t1) {
+  epConfig plain = ep_plain_config(c);
+  uint32_t l = p::lane(), stride = epRowBufferBytes(&plain), weightBytes = c.weights ? epWeightBytes(c.topk) : 0;
+  for (uint32_t t = t0; t < t1; t++) {
+    uint32_t owner, sends = ep_dispatch_targets(c, a, t, &owner);
+    for (; sends; sends &= sends - 1) {
+      uint8_t *to = ep_stage_row(a.group, p::shfl(p::FULL, owner, p::ffs(sends) - 1), a.group.rank, t);
+      if (c.bulk) {
+        if (l == 0)
+          p::bulk_s2g(to, ep_stage(q, n) + (t - t0) * stride, c.rowBytes + weightBytes);
+      } else {
+        ep_row_copy(to, a.tokens + (uint64_t)t * c.rowBytes, c.rowBytes);
+        if (c.weights && l < c.topk)
+          p::stg<float>(to + c.rowBytes + 4 * l, p::ldg<float>(a.weights + (uint64_t)t * c.topk + l));
+      }
     }
   }
   if (c.bulk && l == 0)
     p::bulk_commit();
 }
 
-template <class C> DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epRowBuffer &b, uint32_t gen) {
-  uint32_t warps = c.threads / 32, chunks = (a.numTokens + EP_CHUNK_ROWS - 1) / EP_CHUNK_ROWS;
-  for (uint32_t chunk = p::bid() * warps + p::warp(); chunk < chunks; chunk += a.pushBlocks * warps) {
-    uint32_t t0 = chunk * EP_CHUNK_ROWS, t1 = t0 + EP_CHUNK_ROWS < a.numTokens ? t0 + EP_CHUNK_ROWS : a.numTokens;
+template <class C> DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epPipe &q, uint32_t gen) {
+  uint32_t warps = c.threads / 32, rows = epChunkRows(c.rowBytes), chunks = (a.numTokens + rows - 1) / rows;
+  uint32_t chunk = p::bid() * warps + p::warp(), step = a.pushBlocks * warps;
+  auto first = [&](uint32_t ch) { return ch * rows; };
+  auto end = [&](uint32_t ch) { return ch * rows + rows < a.numTokens ? ch * rows + rows : a.numTokens; };
+  bool any = chunk < chunks;
+  if (c.bulk && any)
+    ep_dispatch_load_chunk(c, a, q, 0, first(chunk), end(chunk));
+  bool ok = ep_wait_credits(c, a.group, gen, EP_PHASE_DISPATCH_CREDIT); /* while the first load is on its way */
+  if (!ok && c.bulk && any)
+    ep_stage_arrived(q, 0);
+  for (uint32_t n = 0; ok && chunk < chunks; chunk += step, n++) {
     if (c.bug == EP_BUG_SIGNAL_FIRST)
-      ep_dispatch_raise(c, a, chunk, t0, t1, gen);
-    for (uint32_t t = t0; t < t1; t++)
-      ep_dispatch_push_token(c, a, b, t);
-    ep_rows_landed(c);
-    if (c.bug != EP_BUG_SIGNAL_FIRST)
-      ep_dispatch_raise(c, a, chunk, t0, t1, gen);
+      ep_dispatch_raise(c, a, chunk, first(chunk), end(chunk), gen);
+    if (!c.bulk) {
+      ep_dispatch_send_chunk(c, a, q, n, first(chunk), end(chunk));
+      p::sync_warp();
+      ep_dispatch_raise(c, a, chunk, first(chunk), end(chunk), gen);
+      continue;
+    }
+    if (chunk + step < chunks)
+      ep_dispatch_load_chunk(c, a, q, n + 1, first(chunk + step), end(chunk + step));
+    ep_stage_arrived(q, n);
+    ep_dispatch_send_chunk(c, a, q, n, first(chunk), end(chunk));
+    if (n) {
+      ep_stores_landed<1>(c);
+      ep_dispatch_raise(c, a, chunk - step, first(chunk - step), end(chunk - step), gen);
+    }
+  }
+  if (ok && c.bulk && any) {
+    ep_stores_landed<0>(c);
+    ep_dispatch_raise(c, a, chunk - step, first(chunk - step), end(chunk - step), gen);
   }
 }
 
-/* Stores the row (in the buffer, or at src without bulk copies) into output row `pos`. */
+/* A received row; `entry` is the lane's k. */
+struct epArrival {
+  uint32_t s, j, token, entry;
+};
+
 template <class C>
-DEV void ep_dispatch_store(const C c, const epDispatchArgs &a, epRowBuffer &b, const uint8_t *src, uint32_t pos) {
+DEV const uint8_t *ep_dispatch_source(const C c, const epDispatchArgs &a, const epArrival &r) {
+  return r.s == a.group.rank ? a.tokens + (uint64_t)r.token * c.rowBytes
+                             : (const uint8_t *)ep_stage_row(a.group, a.group.rank, r.s, r.token);
+}
+
+template <class C>
+DEV void ep_dispatch_load_row(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epArrival &r) {
+  uint32_t bytes = c.rowBytes + (c.weights && r.s != a.group.rank ? epWeightBytes(c.topk) : 0);
+  ep_stage_free<1>(c);
+  if (p::lane() == 0) {
+    ep_fence_load(c);
+    p::mbar_expect_tx(ep_bar(q, n), bytes);
+    p::bulk_g2s(ep_stage(q, n), ep_dispatch_source(c, a, r), bytes, ep_bar(q, n));
+  }
+}
+
+/* Stores the row of unit n into output row `pos`. */
+template <class C>
+DEV void ep_dispatch_store(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epArrival &r,
+                           uint32_t pos) {
   uint8_t *to = a.outTokens + (uint64_t)pos * c.rowBytes;
   if (!c.bulk)
-    ep_row_copy(to, src, c.rowBytes);
+    ep_row_copy(to, ep_dispatch_source(c, a, r), c.rowBytes);
   else if (p::lane() == 0)
-    p::bulk_s2g(to, b.row, c.rowBytes);
+    p::bulk_s2g(to, ep_stage(q, n), c.rowBytes);
 }
 
-/* Row j of source s, which has arrived: into its place or places. */
+/* A row that is there goes to its place or places. */
 template <class C>
-DEV void ep_dispatch_arrange(const C c, const epDispatchArgs &a, epRowBuffer &b, uint32_t s, uint32_t j, uint32_t token,
-                             uint32_t entry) {
-  uint32_t l = p::lane(), me = a.group.rank, weightBytes = c.weights ? epWeightBytes(c.topk) : 0;
-  const uint8_t *src =
-      s == me ? a.tokens + (uint64_t)token * c.rowBytes : (const uint8_t *)ep_stage_row(a.group, me, s, j);
-  if (c.bulk) {
-    ep_row_free(c);
-    ep_row_load(c, b, src, c.rowBytes + (s == me ? 0 : weightBytes));
-  }
-  uint32_t weight = 0;
+DEV void ep_dispatch_arrange(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epArrival &r) {
+  uint32_t l = p::lane(), me = a.group.rank, weight = 0;
   if (c.weights && l < c.topk) {
-    if (s == me)
-      weight = p::as_u32(p::ldg<float>(a.weights + (uint64_t)token * c.topk + l));
+    if (r.s == me)
+      weight = p::as_u32(p::ldg<float>(a.weights + (uint64_t)r.token * c.topk + l));
     else
-      weight = c.bulk ? p::lds<uint32_t>(b.row + c.rowBytes + 4 * l) : p::ldg<uint32_t>(src + c.rowBytes + 4 * l);
+      weight = c.bulk ? p::lds<uint32_t>(ep_stage(q, n) + c.rowBytes + 4 * l)
+                      : p::ldg<uint32_t>(ep_dispatch_source(c, a, r) + c.rowBytes + 4 * l);
   }
   if (c.layout == EP_LAYOUT_KIND_FLAT) {
-    uint32_t pos = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvBase) + s) + j;
+    uint32_t pos = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvBase) + r.s) + r.j;
     pos += c.bug == EP_BUG_SLOT_OFF_BY_ONE && pos + 1 < a.capacity;
     if (pos < a.capacity) {
-      ep_dispatch_store(c, a, b, src, pos);
+      ep_dispatch_store(c, a, q, n, r, pos);
       uint64_t at = (uint64_t)pos * c.topk + l;
       uint32_t first = a.globalIdx ? me * (c.experts / c.ranks) : 0;
       if (l < c.topk && a.outIdx)
-        p::stg<int64_t>(a.outIdx + at, entry == EP_NONE ? -1 : (int64_t)(first + EP_ENTRY_EXPERT(entry)));
+        p::stg<int64_t>(a.outIdx + at, r.entry == EP_NONE ? -1 : (int64_t)(first + EP_ENTRY_EXPERT(r.entry)));
       if (l < c.topk && c.weights)
-        p::stg<float>(a.outWeights + at, entry == EP_NONE ? 0.0f : p::as_float(weight));
+        p::stg<float>(a.outWeights + at, r.entry == EP_NONE ? 0.0f : p::as_float(weight));
     }
   } else {
-    uint32_t slot = entry == EP_NONE ? EP_NONE : ep_slot(c, a.recordLayout, a.record, s, entry);
+    uint32_t slot = r.entry == EP_NONE ? EP_NONE : ep_slot(c, a.recordLayout, a.record, r.s, r.entry);
     slot += c.bug == EP_BUG_SLOT_OFF_BY_ONE && slot + 1 < a.capacity;
     bool fits = slot < a.capacity;
     if (fits && c.weights)
       p::stg<float>(a.outWeights + slot, p::as_float(weight));
     for (uint32_t m = p::ballot(p::FULL, fits); m; m &= m - 1)
-      ep_dispatch_store(c, a, b, src, p::shfl(p::FULL, slot, p::ffs(m) - 1));
+      ep_dispatch_store(c, a, q, n, r, p::shfl(p::FULL, slot, p::ffs(m) - 1));
   }
   if (c.bulk && l == 0)
     p::bulk_commit();
@@ -172,41 +217,66 @@ template <class C> DEV void ep_dispatch_fill(const C c, const epDispatchArgs &a,
   }
 }
 
-template <class C> DEV void ep_dispatch_epilogue(const C c, const epDispatchArgs &a, epRowBuffer &b, uint32_t gen) {
-  uint32_t me = a.group.rank, warpsPerBlock = c.threads / 32;
-  uint32_t warps = (a.blocks - a.pushBlocks) * warpsPerBlock;
-  uint32_t index = (p::bid() - a.pushBlocks) * warpsPerBlock + p::warp();
+/* The epilogue's work list: row j of every source in turn, own rank first, so that a warp meets rows in the order in which
+ * they arrive. Skips what a source does not have; the same in all lanes. */
+template <class C>
+DEV bool ep_dispatch_item(const C c, const epDispatchArgs &a, uint64_t items, uint32_t step, uint64_t *i, epArrival *r) {
   const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
-  ep_dispatch_fill(c, a, index, warps);
-  uint64_t items = (uint64_t)ep_most_rows(c, recvCount) * c.ranks;
-  uint32_t flagRank = EP_NONE, flagChunk = 0; /* the last flag seen */
-  for (uint64_t i = index; i < items; i += warps) {
-    uint32_t s = (uint32_t)((me + i) % c.ranks), j = (uint32_t)(i / c.ranks);
-    if (j >= p::ldg<uint32_t>(recvCount + s))
+  for (; *i < items; *i += step) {
+    r->s = (uint32_t)((a.group.rank + *i) % c.ranks);
+    r->j = (uint32_t)(*i / c.ranks);
+    if (r->j >= p::ldg<uint32_t>(recvCount + r->s))
       continue;
-    const uint32_t *meta = ep_record_meta(c, a.group, a.recordLayout, a.record, s, j);
-    uint32_t token = p::ldg<uint32_t>(meta), chunk = token / EP_CHUNK_ROWS;
-    uint32_t entry = p::lane() < c.topk ? p::ldg<uint32_t>(meta + 1 + p::lane()) : EP_NONE;
-    if (s != me && (flagRank != s || flagChunk != chunk)) {
-      if (c.bug != EP_BUG_SKIP_WAIT &&
-          !ep_warp_wait_flag(a.group, ep_flag(a.group, me, s, chunk), gen, EP_PHASE_DISPATCH_ROWS, s))
-        return;
-      flagRank = s;
-      flagChunk = chunk;
-    }
-    ep_dispatch_arrange(c, a, b, s, j, token, entry);
+    const uint32_t *meta = ep_record_meta(c, a.group, a.recordLayout, a.record, r->s, r->j);
+    r->token = p::ldg<uint32_t>(meta);
+    r->entry = p::lane() < c.topk ? p::ldg<uint32_t>(meta + 1 + p::lane()) : EP_NONE;
+    return true;
+  }
+  return false;
+}
+
+template <class C>
+DEV bool ep_dispatch_ready(const C c, const epDispatchArgs &a, const epArrival &r, uint32_t gen) {
+  if (r.s == a.group.rank || c.bug == EP_BUG_SKIP_WAIT)
+    return true;
+  const uint32_t *flag = ep_flag(a.group, a.group.rank, r.s, r.token / epChunkRows(c.rowBytes));
+  return ep_warp_wait_flag(a.group, flag, gen, EP_PHASE_DISPATCH_ROWS, r.s);
+}
+
+template <class C> DEV void ep_dispatch_epilogue(const C c, const epDispatchArgs &a, epPipe &q, uint32_t gen) {
+  uint32_t warpsPerBlock = c.threads / 32, step = (a.blocks - a.pushBlocks) * warpsPerBlock;
+  uint32_t index = (p::bid() - a.pushBlocks) * warpsPerBlock + p::warp();
+  uint64_t items = (uint64_t)ep_most_rows(c, (const uint32_t *)(a.record + a.recordLayout.recvCount)) * c.ranks;
+  uint64_t i = index;
+  epArrival row, next;
+  ep_dispatch_fill(c, a, index, step);
+  bool more = ep_dispatch_item(c, a, items, step, &i, &row);
+  if (more && !ep_dispatch_ready(c, a, row, gen))
+    return;
+  if (more && c.bulk)
+    ep_dispatch_load_row(c, a, q, 0, row);
+  for (uint32_t n = 0; more; n++, row = next) {
+    i += step;
+    more = ep_dispatch_item(c, a, items, step, &i, &next);
+    if (c.bulk)
+      ep_stage_arrived(q, n);
+    ep_dispatch_arrange(c, a, q, n, row);
+    if (more && !ep_dispatch_ready(c, a, next, gen))
+      return;
+    if (more && c.bulk)
+      ep_dispatch_load_row(c, a, q, n + 1, next);
   }
 }
 
 template <class C> DEV void ep_dispatch(const C c, const epDispatchArgs &a) {
   uint32_t gen = p::ldg<uint32_t>(&ep_state(a.group)->stageGen) + 1;
   bool push = p::bid() < a.pushBlocks;
-  epRowBuffer b = ep_row_buffer(c);
+  epPipe q = ep_pipe(c);
   ep_bug_wait_unscheduled(c, a.group, push);
-  if (!push)
-    ep_dispatch_epilogue(c, a, b, gen);
-  else if (ep_wait_credits(c, a.group, gen, EP_PHASE_DISPATCH_CREDIT))
-    ep_dispatch_push(c, a, b, gen);
+  if (push)
+    ep_dispatch_push(c, a, q, gen);
+  else
+    ep_dispatch_epilogue(c, a, q, gen);
   ep_operation_end(c, a.group, gen, a.blocks);
 }
 

@@ -14,7 +14,8 @@
  *   meta        u32 [2][R][B][1+K]  one row for each token that source r sends me: its index there, then for each k
  *                                   EP_ENTRY(local expert, position among r's rows for that expert) or EP_NONE
  *   metaFlags   u32 [R]             generation of the update whose meta rows from r are complete
- *   stageFlags  u32 [R][chunks]     generation of the operation whose chunk of staged rows from r is complete
+ *   stageFlags  u32 [R][chunks]     generation of the operation whose chunk of staged rows from r is complete; a chunk is
+ *                                   epChunkRows(row bytes) rows, at least 1, so there are as many flags as rows
  *   credits     u32 [R]             generation of the last operation that peer r has finished reading
  *   stage       u8  [R-1][B][stride] rows on their way: token bytes, then K FP32 weights, padded to 16
  *
@@ -45,14 +46,13 @@
 
 #define EP_SECTION_ALIGN 256u
 #define EP_ROW_ALIGN 16u
-#define EP_CHUNK_ROWS 8u /* rows behind one arrival flag: 115 KB of BF16 at H = 7168, 0.3 us of link time */
 #define EP_MAX_UPDATE_BLOCKS 64u
 
 /* Limits, each with its reason. */
 #define EP_MAX_TOPK 32u         /* a warp lane for each k */
 #define EP_MAX_RANKS 1024u      /* one thread of a block polls for each peer */
 #define EP_MAX_EXPERTS 2048u    /* per-warp histograms of all experts and ranks fit shared memory */
-#define EP_MAX_ROW_BYTES 65536u /* one row and its weights fit a block's shared memory on every target */
+#define EP_MAX_ROW_BYTES 65536u /* two rows and their weights fit a block's shared memory where bulk copies exist */
 #define EP_ENTRY_POS_BITS 20u
 #define EP_MAX_ENTRIES (1u << EP_ENTRY_POS_BITS) /* B * K, so that a position fits EP_ENTRY */
 
@@ -94,13 +94,18 @@ EP_HD uint64_t epTake(uint64_t *cursor, uint64_t bytes) {
   return at;
 }
 
+/* Rows behind one arrival flag: small enough that the receiver starts early, large enough to pay for the flag. */
+EP_HD uint32_t epChunkRows(uint32_t rowBytes) {
+  return rowBytes >= 8192 ? 1 : rowBytes >= 4096 ? 2 : rowBytes >= 2048 ? 4 : 8;
+}
+
 EP_HD uint32_t epWeightBytes(uint32_t topk) { return (uint32_t)epAlignUp(4ull * topk, EP_ROW_ALIGN); }
 
 EP_HD epWindowLayout epWindowLayoutOf(epShape s) {
   epWindowLayout w;
   uint64_t at = 0, words = (uint64_t)s.experts / s.ranks + 1;
   w.stageStride = epAlignUp(s.maxRowBytes, EP_ROW_ALIGN) + epWeightBytes(s.topk);
-  w.chunks = (uint32_t)((s.stageRows + EP_CHUNK_ROWS - 1) / EP_CHUNK_ROWS);
+  w.chunks = s.stageRows;
   w.metaWords = 1 + s.topk;
   w.counts = epTake(&at, 2 * 8 * words * s.ranks);
   w.replies = epTake(&at, 2 * 8 * words * s.ranks);

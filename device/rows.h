@@ -1,15 +1,14 @@
-/* What dispatch and combine share: a warp's row buffer in shared memory, the credit before a peer's staging is written,
- * the flag after it, and the end of an operation. A warp moves rows alone; only its lane 0 issues bulk copies, so the
- * completion it waits for covers them all and no other thread takes part in the handshake. */
+/* What dispatch and combine share: a warp's two stages in shared memory, the credit before a peer's staging is written, the
+ * flag after it, and the end of an operation. A warp moves rows alone: its lane 0 issues all bulk stores, so the completion
+ * that lane waits for covers them and no other thread takes part in the handshake.
+ *
+ * Units of work are numbered n = 0, 1, ... in each warp; unit n uses stage n & 1. The load of unit n + 1 is issued when the
+ * stores of unit n - 1 have left its stage: before unit n is stored where nothing has to be waited for, after it where the
+ * next unit may not have arrived yet. */
 #ifndef EP_DEVICE_ROWS_H_
 #define EP_DEVICE_ROWS_H_
 
 #include "group.h"
-
-/* One row (and its weights behind it) a warp. */
-struct epRowBuffer {
-  uint32_t row, bar, parity;
-};
 
 template <class C> DEV epConfig ep_plain_config(const C c) {
   epConfig plain;
@@ -19,50 +18,78 @@ template <class C> DEV epConfig ep_plain_config(const C c) {
   return plain;
 }
 
-template <class C> DEV epRowBuffer ep_row_buffer(const C c) {
+struct epPipe {
+  uint32_t stages, bars; /* shared memory addresses of the warp's stages and mbarriers */
+  uint32_t stageBytes;
+  uint32_t parity; /* a bit a stage */
+};
+
+template <class C> DEV epPipe ep_pipe(const C c) {
   epConfig plain = ep_plain_config(c);
-  epRowBuffer b;
-  b.bar = p::smem_base() + EP_VERDICT_BYTES + 8 * p::warp();
-  b.row = p::smem_base() + epControlSmem(&plain) + p::warp() * epRowBufferBytes(&plain);
-  b.parity = 0;
+  epPipe q;
+  q.stageBytes = epStageBytes(&plain);
+  q.bars = p::smem_base() + EP_VERDICT_BYTES + 16 * p::warp();
+  q.stages = p::smem_base() + epControlSmem(c.threads / 32) + p::warp() * 2 * q.stageBytes;
+  q.parity = 0;
   if (c.bulk) {
     if (p::lane() == 0) {
-      p::mbar_init(b.bar, 1);
+      p::mbar_init(q.bars, 1);
+      p::mbar_init(q.bars + 8, 1);
       p::fence_mbar_init();
     }
     p::sync_warp();
   }
-  return b;
+  return q;
 }
 
-/* Lane 0: earlier bulk stores have read the buffer, so it may be refilled. Ends with the warp in step. */
-template <class C> DEV void ep_row_free(const C c) {
+DEV uint32_t ep_stage(const epPipe &q, uint32_t n) { return q.stages + (n & 1) * q.stageBytes; }
+DEV uint32_t ep_bar(const epPipe &q, uint32_t n) { return q.bars + 8 * (n & 1); }
+
+/* Whole warp, before a stage is loaded again: its stores have read it, and so have the warp's lanes. `Later` groups of
+ * stores were issued since. */
+template <int Later, class C> DEV void ep_stage_free(const C c) {
   if (p::lane() == 0 && c.bug != EP_BUG_STAGE_REUSE)
-    p::bulk_wait_read<0>();
+    p::bulk_wait_read<Later>();
   p::sync_warp();
 }
 
-/* Whole warp: `bytes` at `src` are in the buffer when it returns. The generic reads of the buffer by this warp's lanes
- * precede the sync in ep_row_free; the fence orders them, and what an acquire made visible, before the copy. */
-template <class C> DEV void ep_row_load(const C c, epRowBuffer &b, const uint8_t *src, uint32_t bytes) {
-  if (p::lane() == 0) {
-    if (c.bug != EP_BUG_NO_PROXY_FENCE_LOAD)
-      p::fence_proxy_async_global();
-    p::mbar_expect_tx(b.bar, bytes);
-    p::bulk_g2s(b.row, src, bytes, b.bar);
-  }
-  p::mbar_wait(b.bar, b.parity);
-  b.parity ^= 1;
+/* Whole warp: lane 0 announces `bytes` of loads before any lane issues them. */
+DEV void ep_stage_expect(const epPipe &q, uint32_t n, uint32_t bytes) {
+  if (p::lane() == 0)
+    p::mbar_expect_tx(ep_bar(q, n), bytes);
+  p::sync_warp();
 }
 
-/* Whole warp, after lanes wrote into the buffer: the async proxy sees those writes once lane 0 is past this. */
-template <class C> DEV void ep_row_written(const C c) {
+/* Each lane that issues a load: what its warp read from the stage, and what an acquire made visible, comes before it. */
+template <class C> DEV void ep_fence_load(const C c) {
+  if (c.bug != EP_BUG_NO_PROXY_FENCE_LOAD)
+    p::fence_proxy_async_global();
+}
+
+DEV void ep_stage_arrived(epPipe &q, uint32_t n) {
+  p::mbar_wait(ep_bar(q, n), q.parity >> (n & 1) & 1);
+  q.parity ^= 1u << (n & 1);
+}
+
+/* Whole warp, after lanes wrote into a stage: lane 0's bulk stores will see it. */
+template <class C> DEV void ep_stage_written(const C c) {
   if (c.bug != EP_BUG_NO_PROXY_FENCE_STORE)
     p::fence_proxy_async();
   p::sync_warp();
 }
 
-/* Whole warp, no bulk copies: rows of 16-byte vectors from memory to memory. */
+/* Whole warp: all bulk stores but those of the last `Keep` groups have landed; their flags may follow. */
+template <int Keep, class C> DEV void ep_stores_landed(const C c) {
+  if (c.bulk && p::lane() == 0) {
+    if (c.bug == EP_BUG_WAIT_READ_ONLY)
+      p::bulk_wait_read<Keep>();
+    else
+      p::bulk_wait<Keep>();
+  }
+  p::sync_warp();
+}
+
+/* Whole warp, without bulk copies: a row of 16-byte vectors from memory to memory. */
 DEV void ep_row_copy(uint8_t *dst, const uint8_t *src, uint32_t bytes) {
   for (uint32_t i = p::lane() * 16; i < bytes; i += 512)
     p::stg<uint4>(dst + i, p::ldg<uint4>(src + i));
@@ -74,25 +101,18 @@ DEV uint4 ep_zero4() {
   return z;
 }
 
-/* Whole block: every peer has finished reading what operation gen - 1 and earlier left in its staging. */
+/* Whole warp: every peer has finished reading what operation gen - 1 and earlier left in its staging. */
 template <class C> DEV bool ep_wait_credits(const C c, const epGroupArgs &g, uint32_t gen, uint32_t phase) {
   const uint32_t *credits = (const uint32_t *)(ep_window(g, g.rank) + g.window.credits);
   bool ok = true;
-  for (uint32_t r = p::tid(); r < c.ranks && ok && c.bug != EP_BUG_NO_CREDIT; r += c.threads)
+  for (uint32_t r = p::lane(); r < c.ranks && ok && c.bug != EP_BUG_NO_CREDIT; r += 32)
     if (r != g.rank)
       ok = ep_wait_flag(g, credits + r, gen - 1, phase, r);
-  return ep_block_agrees(ok);
-}
-
-/* Whole warp: all its bulk stores have landed; flags may follow. */
-template <class C> DEV void ep_rows_landed(const C c) {
-  if (c.bulk && p::lane() == 0) {
-    if (c.bug == EP_BUG_WAIT_READ_ONLY)
-      p::bulk_wait_read<0>();
-    else
-      p::bulk_wait<0>();
-  }
+  bool all = p::ballot(p::FULL, ok) == p::FULL;
+  if (c.bulk) /* the stores that follow are the async proxy's */
+    p::fence_proxy_async_global();
   p::sync_warp();
+  return all;
 }
 
 template <class C> DEV void ep_raise(const C c, uint32_t *flag, uint32_t gen) {
@@ -102,15 +122,15 @@ template <class C> DEV void ep_raise(const C c, uint32_t *flag, uint32_t gen) {
     p::st_release_sys(flag, gen);
 }
 
-/* Every block of an operation ends here; the last one returns the credits and moves the generation. */
+/* Every block of an operation ends here; the last one returns the credits and moves the generation. What was read from
+ * staging has arrived in shared memory; output stores that are still on their way end with the kernel. */
 template <class C> DEV void ep_operation_end(const C c, const epGroupArgs &g, uint32_t gen, uint32_t blocks) {
   epGroupState *state = ep_state(g);
   if (c.bulk && p::lane() == 0)
-    p::bulk_wait<0>();
+    p::bulk_wait_read<0>();
   p::sync_threads();
   if (p::tid() != 0 || p::atomic_add_acq_rel_gpu(&state->stageDone, 1) != blocks - 1)
     return;
-  p::fence_sys();
   for (uint32_t r = 0; r < c.ranks; r++)
     if (r != g.rank)
       p::st_release_sys((uint32_t *)(ep_window(g, r) + g.window.credits) + g.rank, gen);

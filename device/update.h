@@ -102,6 +102,7 @@ template <class C> DEV void ep_update_bases(const C c, const epUpdateArgs &a, co
   bool last = p::bid() == a.blocks - 1;
   for (uint32_t i = p::tid(); i < columns; i += c.threads) {
     uint32_t before = 0;
+#pragma unroll 8
     for (uint32_t b = 0; b < p::bid(); b++)
       before += p::ldg<uint32_t>(histogram + (uint64_t)b * columns + i);
     for (uint32_t w = 0; w < warps; w++)
