@@ -1,0 +1,246 @@
+// The host runtime's table of operations (host/backend.h) on the emulated fabric.
+#include "backend_emu.h"
+
+#include <cstdio>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace emu {
+
+static const int SMEM_PER_BLOCK = 227 << 10;
+static const unsigned MAX_THREADS = 1024;
+
+struct Kernel {
+  int id;
+  epConfig config;
+};
+
+struct Backend {
+  epBackend base; // first: the host knows this object by it
+  std::shared_ptr<Fabric> fabric;
+  int rank;
+  std::vector<std::unique_ptr<Kernel>> kernels;
+  std::vector<std::shared_ptr<Window>> windows;
+};
+
+static Backend *of(epBackend *be) { return reinterpret_cast<Backend *>(be); }
+
+// One call of one rank: takes the lock, checks the rank.
+struct Call {
+  Call(epBackend *be, const char *name) : b(of(be)), lock(lockEmulator()), rc(b->fabric->enter(b->rank, name)) {}
+  Backend *b;
+  Lock lock;
+  ncclResult_t rc;
+  Fabric &fabric() { return *b->fabric; }
+  Rank &rank() { return b->fabric->ranks[size_t(b->rank)]; }
+};
+
+static ncclResult_t allocate(Fabric &f, int rank, const char *name, RegionKind kind, size_t bytes, u8 **out) {
+  *out = f.engine.memory.allocate(name, rank, kind, bytes);
+  return *out ? ncclSuccess : fail(ncclSystemError, "emulated memory: %zu bytes for %s of rank %d are not there", bytes, name, rank);
+}
+
+ncclResult_t freeRegion(Lock &lock, Fabric &f, int rank, void *p, bool mapped, const char *call) {
+  if (!p) return ncclSuccess;
+  Region *r = f.engine.memory.regionAt(p);
+  if (!r || r->base != p || r->freed || r->rank != rank || (r->kind == RegionKind::Mapped) != mapped)
+    return fail(ncclInvalidArgument, "%s: %p is not the start of emulated memory of rank %d", call, p, rank);
+  ncclResult_t rc = f.synchronizeRank(lock, rank, call); // as cudaFree does
+  f.engine.memory.release(r);
+  return rc;
+}
+
+static void destroy(epBackend *be) {
+  Lock lock = lockEmulator();
+  delete of(be);
+}
+
+static ncclResult_t topology(epBackend *be, epTopology *out) {
+  Call c(be, "topology");
+  Fabric &f = c.fabric();
+  int rank = c.b->rank;
+  *out = epTopology{};
+  out->ranks = f.scaleOut * f.scaleUp, out->rank = rank;
+  out->scaleUpRanks = f.scaleUp, out->scaleUpRank = rank % f.scaleUp;
+  out->scaleOutRanks = f.scaleOut, out->scaleOutRank = rank / f.scaleUp;
+  out->device = -1;
+  out->arch = 0;
+  out->numSms = int(f.numSms);
+  out->smemPerBlock = SMEM_PER_BLOCK;
+  out->bulkCopies = 1;
+  return c.rc;
+}
+
+static ncclResult_t allGather(epBackend *be, const void *mine, void *all, size_t bytes) {
+  Call c(be, "all-gather");
+  return c.rc != ncclSuccess ? c.rc : c.fabric().exchange(c.lock, c.b->rank, "all-gather", mine, all, bytes);
+}
+
+static ncclResult_t alloc(epBackend *be, void **dev, size_t bytes) {
+  Call c(be, "alloc");
+  u8 *p;
+  ncclResult_t rc = c.rc != ncclSuccess ? c.rc : allocate(c.fabric(), c.b->rank, "library memory", RegionKind::Device, bytes, &p);
+  if (rc == ncclSuccess) *dev = p;
+  return rc;
+}
+
+static ncclResult_t freeDevice(epBackend *be, void *dev) {
+  Call c(be, "free");
+  return freeRegion(c.lock, c.fabric(), c.b->rank, dev, false, "free");
+}
+
+static ncclResult_t allocMapped(epBackend *be, void **host, void **dev, size_t bytes) {
+  Call c(be, "allocMapped");
+  u8 *p;
+  ncclResult_t rc = c.rc != ncclSuccess ? c.rc : allocate(c.fabric(), c.b->rank, "mapped memory", RegionKind::Mapped, bytes, &p);
+  if (rc == ncclSuccess) *host = *dev = p;
+  return rc;
+}
+
+static ncclResult_t freeMapped(epBackend *be, void *host) {
+  Call c(be, "freeMapped");
+  return freeRegion(c.lock, c.fabric(), c.b->rank, host, true, "freeMapped");
+}
+
+static ncclResult_t windowCreate(epBackend *be, size_t bytes, epWindow **out, void **peers) {
+  Call c(be, "windowCreate");
+  Fabric &f = c.fabric();
+  size_t n = f.ranks.size();
+  u8 *mine;
+  ncclResult_t rc = c.rc != ncclSuccess ? c.rc : allocate(f, c.b->rank, "window", RegionKind::Window, bytes, &mine);
+  if (rc != ncclSuccess) return rc;
+  auto w = std::make_shared<Window>();
+  w->base.resize(n);
+  w->bytes.assign(n, bytes);
+  w->owned = true;
+  rc = f.exchange(c.lock, c.b->rank, "windowCreate", &mine, w->base.data(), sizeof mine);
+  if (rc != ncclSuccess) {
+    f.engine.memory.release(f.engine.memory.regionAt(mine));
+    return rc;
+  }
+  for (size_t r = 0; r < n; r++) peers[r] = f.reaches(c.b->rank, int(r)) ? w->base[r] : nullptr;
+  c.b->windows.push_back(w);
+  *out = reinterpret_cast<epWindow *>(w.get());
+  return ncclSuccess;
+}
+
+static ncclResult_t windowDestroy(epBackend *be, epWindow *window) {
+  Call c(be, "windowDestroy");
+  auto &v = c.b->windows;
+  for (size_t i = 0; i < v.size(); i++)
+    if (reinterpret_cast<epWindow *>(v[i].get()) == window) {
+      u8 *base = v[i]->base[size_t(c.b->rank)];
+      v.erase(v.begin() + long(i));
+      return freeRegion(c.lock, c.fabric(), c.b->rank, base, false, "windowDestroy");
+    }
+  return fail(ncclInvalidArgument, "windowDestroy: not a window of this group");
+}
+
+static ncclResult_t windowAddress(epBackend *be, ncclWindow_t win, uint64_t offset, void **dev) {
+  Call c(be, "windowAddress");
+  for (auto &w : c.rank().windows)
+    if (reinterpret_cast<ncclWindow_t>(w.get()) == win) {
+      size_t bytes = w->bytes[size_t(c.b->rank)];
+      if (offset >= bytes)
+        return fail(ncclInvalidArgument, "window offset %llu is outside its %zu bytes", static_cast<unsigned long long>(offset), bytes);
+      *dev = w->base[size_t(c.b->rank)] + offset;
+      return c.rc;
+    }
+  return fail(ncclInvalidArgument, "win_hdl is not a window registered with this emulated communicator");
+}
+
+static ncclResult_t kernel(epBackend *be, int id, const epConfig *config, epKernel **out) {
+  Call c(be, "kernel");
+  if (c.rc != ncclSuccess) return c.rc;
+  if (id < 0 || id >= EP_KERNEL_COUNT) return fail(ncclInternalError, "no kernel %d", id);
+  c.b->kernels.emplace_back(new Kernel{id, *config});
+  c.b->kernels.back()->config.bug = c.fabric().bug;
+  *out = reinterpret_cast<epKernel *>(c.b->kernels.back().get());
+  return ncclSuccess;
+}
+
+static ncclResult_t launch(epBackend *be, epKernel *k, const epLaunch *l, cudaStream_t stream) {
+  Call c(be, "launch");
+  Stream *s;
+  ncclResult_t rc = c.rc != ncclSuccess ? c.rc : c.fabric().findStream(c.b->rank, stream, "launch", &s);
+  if (rc != ncclSuccess) return rc;
+  Kernel *kernel = reinterpret_cast<Kernel *>(k);
+  if (!l->blocks || !l->threads || l->threads % 32 || l->threads > MAX_THREADS || l->smemBytes > unsigned(SMEM_PER_BLOCK) ||
+      l->threads != kernel->config.threads)
+    return fail(ncclInternalError, "launch of %s: %u blocks of %u threads (compiled for %u) with %u bytes of shared memory",
+                kernelName(kernel->id), l->blocks, l->threads, kernel->config.threads, l->smemBytes);
+  StreamOp op{StreamOp::Kernel};
+  op.name = kernelName(kernel->id);
+  op.body = kernelBody(kernel->id, kernel->config, l->args, l->argBytes);
+  op.blocks = l->blocks, op.threads = l->threads, op.sharedBytes = l->smemBytes;
+  if (!op.body) return fail(ncclInternalError, "launch of %s with %zu bytes of arguments", op.name.c_str(), l->argBytes);
+  c.fabric().queue(c.b->rank, s, std::move(op));
+  return ncclSuccess;
+}
+
+ncclResult_t queueFill(Fabric &f, int rank, void *dst, int value, size_t bytes, cudaStream_t stream, const char *call) {
+  Stream *s;
+  ncclResult_t rc = f.findStream(rank, stream, call, &s);
+  if (rc != ncclSuccess) return rc;
+  StreamOp op{StreamOp::Fill};
+  op.dst = static_cast<u8 *>(dst), op.value = value, op.bytes = bytes;
+  f.queue(rank, s, std::move(op));
+  return ncclSuccess;
+}
+
+static ncclResult_t fill(epBackend *be, void *dev, int value, size_t bytes, cudaStream_t stream) {
+  Call c(be, "memset");
+  return c.rc != ncclSuccess ? c.rc : queueFill(c.fabric(), c.b->rank, dev, value, bytes, stream, "memset");
+}
+
+static ncclResult_t copyToDevice(epBackend *be, void *dev, const void *host, size_t bytes) {
+  Call c(be, "copyToDevice");
+  if (c.rc == ncclSuccess) c.fabric().copyNow(c.b->rank, dev, host, bytes);
+  return c.rc;
+}
+
+static ncclResult_t copyToHost(epBackend *be, void *host, const void *dev, size_t bytes) {
+  Call c(be, "copyToHost");
+  if (c.rc == ncclSuccess) c.fabric().copyNow(c.b->rank, host, dev, bytes);
+  return c.rc;
+}
+
+static ncclResult_t synchronize(epBackend *be, cudaStream_t stream) {
+  Call c(be, "synchronize");
+  Stream *s;
+  ncclResult_t rc = c.rc != ncclSuccess ? c.rc : c.fabric().findStream(c.b->rank, stream, "synchronize", &s);
+  return rc != ncclSuccess ? rc : c.fabric().synchronize(c.lock, c.b->rank, s, "synchronize");
+}
+
+static ncclResult_t isCapturing(epBackend *, cudaStream_t, int *capturing) {
+  *capturing = 0; // the emulated fabric has no graphs
+  return ncclSuccess;
+}
+
+static ncclResult_t isDeviceAddress(epBackend *be, const void *dev, int *yes) {
+  Call c(be, "isDeviceAddress");
+  Region *r = c.fabric().engine.memory.regionAt(dev);
+  *yes = r && !r->freed && c.fabric().reaches(r->rank, c.b->rank) && (r->rank == c.b->rank || r->kind == RegionKind::Window);
+  return ncclSuccess;
+}
+
+static void relax(epBackend *be, uint64_t deadlineNs) {
+  Backend *b = of(be);
+  Lock lock = lockEmulator();
+  b->fabric->relax(lock, b->rank, deadlineNs);
+}
+
+static const epBackendOps ops = {"emu",         destroy,       topology, allGather, alloc, freeDevice,   allocMapped,
+                                 freeMapped,    windowCreate,  windowDestroy, windowAddress, kernel, launch, fill,
+                                 copyToDevice,  copyToHost,    synchronize,   isCapturing,   isDeviceAddress, relax};
+
+epBackend *makeBackend(const std::shared_ptr<Fabric> &fabric, int rank) {
+  Backend *b = new Backend;
+  b->base.ops = &ops;
+  b->fabric = fabric;
+  b->rank = rank;
+  return &b->base;
+}
+
+} // namespace emu

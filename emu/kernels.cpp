@@ -1,0 +1,38 @@
+// Compiles device/*.h with EP_EMU: the same text that the GPU runs, with the configuration read at run time.
+#define EP_EMU 1
+#include "kernels.h"
+
+#include <cstring>
+
+#include "update.h"
+
+#include "dispatch.h"
+
+#include "combine.h"
+
+namespace emu {
+
+static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combine"};
+
+const char *kernelName(int id) { return id >= 0 && id < EP_KERNEL_COUNT ? names[id] : "?"; }
+
+template <class Args, class Kernel> static std::function<void()> bind(Kernel kernel, const epConfig &config, const void *args, size_t bytes) {
+  if (bytes != sizeof(Args)) return {};
+  Args copy;
+  memcpy(&copy, args, sizeof copy);
+  return [kernel, config, copy] { kernel(config, copy); };
+}
+
+std::function<void()> kernelBody(int id, const epConfig &config, const void *args, size_t bytes) {
+  switch (id) {
+  case EP_KERNEL_UPDATE:
+    return bind<epUpdateArgs>([](const epConfig &c, const epUpdateArgs &a) { ep_update(c, a); }, config, args, bytes);
+  case EP_KERNEL_DISPATCH:
+    return bind<epDispatchArgs>([](const epConfig &c, const epDispatchArgs &a) { ep_dispatch(c, a); }, config, args, bytes);
+  case EP_KERNEL_COMBINE:
+    return bind<epCombineArgs>([](const epConfig &c, const epCombineArgs &a) { ep_combine(c, a); }, config, args, bytes);
+  default: return {};
+  }
+}
+
+} // namespace emu

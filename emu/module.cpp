@@ -1,0 +1,281 @@
+// The module's one exported symbol: the table behind the ncclEpEmu* calls of nccl_ep_ext.h, and the way from a
+// communicator to its backend. No exception leaves it: memory that is not there becomes an error.
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <set>
+
+#include "backend_emu.h"
+
+namespace emu {
+
+static std::set<Comm *> &comms() { // under the lock
+  static std::set<Comm *> s;
+  return s;
+}
+
+static Comm *find(ncclComm_t comm) {
+  Comm *c = reinterpret_cast<Comm *>(comm);
+  return comms().count(c) ? c : nullptr;
+}
+
+// Runs `body(lock, comm)` for a live communicator whose rank is not broken.
+template <class Body> static ncclResult_t with(ncclComm_t handle, const char *call, Body body) {
+  try {
+    Lock lock = lockEmulator();
+    Comm *c = find(handle);
+    if (!c) return fail(ncclInvalidArgument, "%s: comm %p is not an emulated communicator", call, static_cast<void *>(handle));
+    ncclResult_t rc = c->fabric->enter(c->rank, call);
+    return rc != ncclSuccess ? rc : body(lock, *c);
+  } catch (const std::bad_alloc &) {
+    return fail(ncclSystemError, "%s: out of host memory", call);
+  }
+}
+
+static int ownsComm(ncclComm_t comm) {
+  Lock lock = lockEmulator();
+  return find(comm) != nullptr;
+}
+
+static ncclResult_t open(ncclComm_t comm, epBackend **out) {
+  return with(comm, "open", [&](Lock &, Comm &c) {
+    *out = makeBackend(c.fabric, c.rank);
+    return ncclSuccess;
+  });
+}
+
+static ncclResult_t commInitAll(ncclComm_t *out, int scaleOut, int scaleUp, const ncclEpEmuOptions_t *given) {
+  if (!out || scaleOut < 1 || scaleUp < 1 || scaleOut > 1024 || scaleUp > 1024 || scaleOut * scaleUp > 1024)
+    return fail(ncclInvalidArgument, "ncclEpEmuCommInitAll: comms %p, %d x %d ranks: expected an array and 1 to 1024 ranks",
+                static_cast<void *>(out), scaleOut, scaleUp);
+  ncclEpEmuOptions_t o{};
+  o.seed = 1;
+  if (given) memcpy(&o, given, std::min<size_t>(given->size, sizeof o));
+  if (!o.num_sms) o.num_sms = 8;
+  try {
+    Lock lock = lockEmulator();
+    auto fabric = std::make_shared<Fabric>(scaleOut, scaleUp, o);
+    for (int r = 0; r < scaleOut * scaleUp; r++) {
+      Comm *c = new Comm{fabric, r};
+      fabric->ranks[size_t(r)].comm = c;
+      comms().insert(c);
+      out[r] = reinterpret_cast<ncclComm_t>(c);
+    }
+  } catch (const std::bad_alloc &) {
+    return fail(ncclSystemError, "ncclEpEmuCommInitAll: out of host memory");
+  }
+  return ncclSuccess;
+}
+
+static ncclResult_t commDestroy(ncclComm_t comm) {
+  Lock lock = lockEmulator();
+  Comm *c = find(comm);
+  if (!c) return fail(ncclInvalidArgument, "ncclEpEmuCommDestroy: %p is not an emulated communicator", static_cast<void *>(comm));
+  std::shared_ptr<Fabric> fabric = c->fabric;
+  if (fabric->enter(c->rank, "ncclEpEmuCommDestroy") == ncclSuccess) fabric->synchronizeRank(lock, c->rank, "ncclEpEmuCommDestroy");
+  fabric->leave(c->rank);
+  comms().erase(c);
+  delete c;
+  return ncclSuccess;
+}
+
+static ncclResult_t allocate(ncclComm_t comm, void **ptr, size_t bytes, const char *name) {
+  return with(comm, "ncclEpEmuMalloc", [&](Lock &, Comm &c) {
+    if (!ptr) return fail(ncclInvalidArgument, "ncclEpEmuMalloc: ptr is NULL");
+    u8 *p = c.fabric->engine.memory.allocate(name ? name : "memory", c.rank, RegionKind::Device, bytes);
+    if (!p) return fail(ncclSystemError, "ncclEpEmuMalloc: %zu bytes are not there", bytes);
+    *ptr = p;
+    return ncclSuccess;
+  });
+}
+
+static ncclResult_t release(ncclComm_t comm, void *ptr) {
+  return with(comm, "ncclEpEmuFree", [&](Lock &lock, Comm &c) {
+    return freeRegion(lock, *c.fabric, c.rank, ptr, false, "ncclEpEmuFree");
+  });
+}
+
+static ncclResult_t copy(ncclComm_t comm, void *dst, const void *src, size_t bytes, cudaStream_t stream) {
+  return with(comm, "ncclEpEmuMemcpy", [&](Lock &, Comm &c) {
+    Stream *s;
+    ncclResult_t rc = c.fabric->findStream(c.rank, stream, "ncclEpEmuMemcpy", &s);
+    if (rc != ncclSuccess || !bytes) return rc;
+    if (!dst || !src) return fail(ncclInvalidArgument, "ncclEpEmuMemcpy: dst %p, src %p", dst, src);
+    StreamOp op{StreamOp::Copy};
+    op.dst = static_cast<u8 *>(dst), op.src = static_cast<const u8 *>(src), op.bytes = bytes;
+    if (!c.fabric->engine.memory.regionAt(src)) op.staged.assign(op.src, op.src + bytes); // the host may reuse it at once
+    c.fabric->queue(c.rank, s, std::move(op));
+    return ncclSuccess;
+  });
+}
+
+static ncclResult_t fill(ncclComm_t comm, void *dst, int value, size_t bytes, cudaStream_t stream) {
+  return with(comm, "ncclEpEmuMemset", [&](Lock &, Comm &c) {
+    if (!bytes) return ncclSuccess;
+    if (!dst) return fail(ncclInvalidArgument, "ncclEpEmuMemset: dst is NULL");
+    return queueFill(*c.fabric, c.rank, dst, value, bytes, stream, "ncclEpEmuMemset");
+  });
+}
+
+static ncclResult_t streamCreate(ncclComm_t comm, cudaStream_t *stream) {
+  return with(comm, "ncclEpEmuStreamCreate", [&](Lock &, Comm &c) {
+    if (!stream) return fail(ncclInvalidArgument, "ncclEpEmuStreamCreate: stream is NULL");
+    Stream *s;
+    ncclResult_t rc = c.fabric->createStream(c.rank, &s);
+    if (rc == ncclSuccess) *stream = reinterpret_cast<cudaStream_t>(s);
+    return rc;
+  });
+}
+
+static ncclResult_t streamDestroy(ncclComm_t comm, cudaStream_t stream) {
+  return with(comm, "ncclEpEmuStreamDestroy", [&](Lock &lock, Comm &c) {
+    Stream *s;
+    ncclResult_t rc = c.fabric->findStream(c.rank, stream, "ncclEpEmuStreamDestroy", &s);
+    return rc != ncclSuccess ? rc : c.fabric->destroyStream(lock, c.rank, s, "ncclEpEmuStreamDestroy");
+  });
+}
+
+static ncclResult_t streamSynchronize(ncclComm_t comm, cudaStream_t stream) {
+  return with(comm, "ncclEpEmuStreamSynchronize", [&](Lock &lock, Comm &c) {
+    Stream *s;
+    ncclResult_t rc = c.fabric->findStream(c.rank, stream, "ncclEpEmuStreamSynchronize", &s);
+    return rc != ncclSuccess ? rc : c.fabric->synchronize(lock, c.rank, s, "ncclEpEmuStreamSynchronize");
+  });
+}
+
+// ---- events ---------------------------------------------------------------------------------------------------------
+
+static std::shared_ptr<StreamEvent> findEvent(Comm &c, cudaEvent_t event) {
+  for (auto &e : c.fabric->ranks[size_t(c.rank)].events)
+    if (reinterpret_cast<cudaEvent_t>(e.get()) == event) return e;
+  return nullptr;
+}
+
+static ncclResult_t eventCreate(ncclComm_t comm, cudaEvent_t *event) {
+  return with(comm, "ncclEpEmuEventCreate", [&](Lock &, Comm &c) {
+    if (!event) return fail(ncclInvalidArgument, "ncclEpEmuEventCreate: event is NULL");
+    auto &v = c.fabric->ranks[size_t(c.rank)].events;
+    v.push_back(std::make_shared<StreamEvent>());
+    *event = reinterpret_cast<cudaEvent_t>(v.back().get());
+    return ncclSuccess;
+  });
+}
+
+static ncclResult_t eventDestroy(ncclComm_t comm, cudaEvent_t event) {
+  return with(comm, "ncclEpEmuEventDestroy", [&](Lock &, Comm &c) {
+    auto e = findEvent(c, event);
+    if (!e) return fail(ncclInvalidArgument, "ncclEpEmuEventDestroy: not an event of rank %d", c.rank);
+    auto &v = c.fabric->ranks[size_t(c.rank)].events;
+    v.erase(std::find(v.begin(), v.end(), e));
+    return ncclSuccess;
+  });
+}
+
+static ncclResult_t queueEvent(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream, bool record, const char *call) {
+  return with(comm, call, [&](Lock &, Comm &c) {
+    auto e = findEvent(c, event);
+    Stream *s;
+    ncclResult_t rc = c.fabric->findStream(c.rank, stream, call, &s);
+    if (rc != ncclSuccess) return rc;
+    if (!e) return fail(ncclInvalidArgument, "%s: not an event of rank %d", call, c.rank);
+    if (!record && !e->recordsQueued) return ncclSuccess; // never recorded: nothing to wait for
+    StreamOp op{record ? StreamOp::Record : StreamOp::Wait};
+    op.event = e;
+    op.record = record ? ++e->recordsQueued : e->recordsQueued;
+    c.fabric->queue(c.rank, s, std::move(op));
+    return ncclSuccess;
+  });
+}
+
+static ncclResult_t eventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream) {
+  return queueEvent(comm, event, stream, true, "ncclEpEmuEventRecord");
+}
+
+static ncclResult_t streamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEvent_t event) {
+  return queueEvent(comm, event, stream, false, "ncclEpEmuStreamWaitEvent");
+}
+
+// ---- windows and the report -----------------------------------------------------------------------------------------
+
+static ncclResult_t windowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *window) {
+  return with(comm, "ncclEpEmuWindowRegister", [&](Lock &lock, Comm &c) {
+    Fabric &f = *c.fabric;
+    Region *r = f.engine.memory.regionAt(buffer);
+    if (!window || !r || r->freed || r->rank != c.rank || static_cast<u8 *>(buffer) + bytes > r->base + r->bytes)
+      return fail(ncclInvalidArgument, "ncclEpEmuWindowRegister: %zu bytes at %p are not emulated memory of rank %d", bytes, buffer, c.rank);
+    struct Part {
+      u8 *base;
+      size_t bytes;
+    } mine{static_cast<u8 *>(buffer), bytes};
+    std::vector<Part> all(f.ranks.size());
+    ncclResult_t rc = f.exchange(lock, c.rank, "ncclEpEmuWindowRegister", &mine, all.data(), sizeof mine);
+    if (rc != ncclSuccess) return rc;
+    auto w = std::make_shared<Window>();
+    w->owned = false;
+    for (Part &p : all) {
+      w->base.push_back(p.base);
+      w->bytes.push_back(p.bytes);
+    }
+    f.ranks[size_t(c.rank)].windows.push_back(w);
+    *window = reinterpret_cast<ncclWindow_t>(w.get());
+    return ncclSuccess;
+  });
+}
+
+static ncclResult_t windowDeregister(ncclComm_t comm, ncclWindow_t window) {
+  return with(comm, "ncclEpEmuWindowDeregister", [&](Lock &, Comm &c) {
+    auto &v = c.fabric->ranks[size_t(c.rank)].windows;
+    for (size_t i = 0; i < v.size(); i++)
+      if (reinterpret_cast<ncclWindow_t>(v[i].get()) == window) {
+        v.erase(v.begin() + long(i));
+        return ncclSuccess;
+      }
+    return fail(ncclInvalidArgument, "ncclEpEmuWindowDeregister: not a window of rank %d", c.rank);
+  });
+}
+
+// Also for broken ranks: it is where the reason stands.
+static ncclResult_t report(ncclComm_t comm, ncclEpEmuReport_t *out) {
+  Lock lock = lockEmulator();
+  Comm *c = find(comm);
+  if (!c || !out || out->size < sizeof *out)
+    return fail(ncclInvalidArgument, "ncclEpEmuGetReport: %s", c ? "report is NULL or its size is wrong" : "not an emulated communicator");
+  Engine &e = c->fabric->engine;
+  out->faults = e.reports.count();
+  out->switches = e.switches;
+  out->clock_ns = e.clockNs;
+  size_t n = std::min(e.reports.text().size(), sizeof out->text - 1);
+  memcpy(out->text, e.reports.text().data(), n);
+  out->text[n] = 0;
+  e.reports.clear();
+  return ncclSuccess;
+}
+
+static const epEmuModule module_ = {EP_EMU_MODULE_VERSION,
+                                    ownsComm,
+                                    open,
+                                    commInitAll,
+                                    commDestroy,
+                                    allocate,
+                                    release,
+                                    copy,
+                                    fill,
+                                    streamCreate,
+                                    streamDestroy,
+                                    streamSynchronize,
+                                    eventCreate,
+                                    eventDestroy,
+                                    eventRecord,
+                                    streamWaitEvent,
+                                    windowRegister,
+                                    windowDeregister,
+                                    report};
+
+} // namespace emu
+
+extern "C" __attribute__((visibility("default"))) const epEmuModule *ncclEpEmuModule(epFailLineFn fail);
+
+const epEmuModule *ncclEpEmuModule(epFailLineFn fail) {
+  emu::failLine = fail;
+  return &emu::module_;
+}
