@@ -78,7 +78,10 @@ typedef struct {
 } ncclEpBufferSize_t;
 #define NCCL_EP_BUFFER_SIZE_INIT NCCL_EP_STRUCT_INIT(ncclEpBufferSize_t, NCCL_EP_MAGIC)
 
-/* Window bytes that a group of this communicator needs, before any is created. Local; allocates nothing. */
+/* ncclEpCalculateBufferSize: window bytes that a group of this communicator needs, before any is created, and the parts
+ * they are made of. A group's window is sized by max_token_bytes and num_topk of its configuration, which `hidden`
+ * times the element size and `top_k` stand for here. Local; allocates nothing that stays. ncclInvalidArgument names a
+ * limit that is exceeded. */
 ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config,
                                        ncclEpBufferSize_t *sizes);
 
@@ -99,6 +102,8 @@ typedef struct {
   char backend[16]; /* "cuda" or "emu" */
 } ncclEpGroupProperties_t;
 #define NCCL_EP_GROUP_PROPERTIES_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupProperties_t, NCCL_EP_MAGIC)
+/* ncclEpGetGroupProperties: what a group is and what was chosen for it. The SM counts are those of the largest batch
+ * and row. Local. */
 ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties);
 
 /* ---- Exact counts on the host ------------------------------------------------------------------------------------ */
@@ -115,7 +120,9 @@ typedef struct {
 #define NCCL_EP_HOST_COUNTS_INIT NCCL_EP_STRUCT_INIT(ncclEpHostCounts_t, NCCL_EP_MAGIC)
 
 /* Waits on the host, at most the group's timeout, until the handle's last update has run, and gives its exact counts.
- * Blocks the calling thread only; not allowed while the update's stream is being captured. */
+ * Blocks the calling thread only; not allowed while the update's stream is being captured. An update inside a graph
+ * runs when the graph does: synchronise the replay first. Once any update of the group was captured, the wait is for
+ * the stream of the handle's last update. ncclSystemError: the timeout passed; ncclRemoteError: a kernel gave up. */
 ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *counts);
 
 /* ---- The routing record's metadata --------------------------------------------------------------------------------
@@ -133,6 +140,8 @@ typedef struct {
   size_t sent_capacity;     /* elements of sent_slot */
 } ncclEpHandleMetadata_t;
 #define NCCL_EP_HANDLE_METADATA_INIT NCCL_EP_STRUCT_INIT(ncclEpHandleMetadata_t, NCCL_EP_MAGIC)
+/* ncclEpGetHandleMetadata: sent_slot is a flat row or an expert-major slot, as the handle's layout says. A capacity
+ * that is too small is refused and the number needed named; then nothing is promised of the arrays. */
 ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata);
 
 /* ---- Compiling ahead ----------------------------------------------------------------------------------------------
@@ -150,7 +159,8 @@ typedef struct {
   int backward;                 /* also compile the backward pass */
 } ncclEpPrepareConfig_t;
 #define NCCL_EP_PREPARE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpPrepareConfig_t, NCCL_EP_MAGIC)
-/* Compiles and loads every kernel that calls of this shape need, so that no later call compiles. Local. */
+/* ncclEpPrepare: compiles and loads every kernel that calls of this shape need, so that no later call compiles: update,
+ * forward dispatch and combine, with `backward` those of the backward pass too. Not while capturing. Local. */
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);
 
 /* ---- Emulated communicators ----------------------------------------------------------------------------------------
