@@ -72,8 +72,6 @@ struct Fiber {
   bool viewSharedFenced, viewGlobalFenced;
   ReleaseRef fenceRelease;               // given away by relaxed stores after a fence
   KnownRef relaxedSeen, relaxedSeenFenced; // gained at the next fence
-  Actor relaxedWriter;                   // last acquire that met a flag stored without release, for the report
-  const u8 *relaxedFlag;
   // stores and bulk stores
   std::vector<PendingStore *> pending;
   std::vector<BulkCopy *> bulk;
@@ -132,6 +130,7 @@ struct Block {
   std::vector<u64> hasPending; // a bit a thread
   std::vector<BulkCopy *> copies;
   KnownRef exitKnown;
+  std::vector<std::pair<u32, const u8 *>> relaxedFlags; // acquired though stored without release: (storer's identity, flag)
   char *stacks;
   size_t stackBytes;
 };
@@ -256,7 +255,7 @@ private:
   PendingStore *newStore();
   void addPending(Fiber *f, PendingStore *p);
   void commit(PendingStore *p);
-  void writeBytes(u8 *addr, const u8 *data, u32 bytes, const ReleaseRef &release);
+  void writeBytes(u8 *addr, const u8 *data, u32 bytes, const ReleaseRef &release, Actor actor);
   void drain();
   ReleaseRef makeRelease(bool system);
   void acquire(const ReleaseRef &r, bool system);

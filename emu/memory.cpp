@@ -52,7 +52,7 @@ u8 *Memory::allocate(const std::string &name, int rank, RegionKind kind, size_t 
     }
   }
   if (kind == RegionKind::Device && bytes <= POISON_LIMIT) memset(base, 0xA5, bytes);
-  for (size_t p = used / PAGE; p < (used + size) / PAGE; p++) pages[p] = u32(regions.size());
+  for (size_t p = used / PAGE; p <= (used + size) / PAGE; p++) pages[p] = u32(regions.size()); // the guard page too
   regions.push_back(std::move(r));
   used += size + PAGE;
   return base;

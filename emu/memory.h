@@ -28,6 +28,7 @@ enum : u8 { W_VALID = 1, W_STRONG = 2, W_SYSTEM = 4, W_OLD_VALID = 8 };
 struct SyncWord {
   u64 change = 0;     // commit that last changed it
   ReleaseRef release; // what an acquire of its present value gives
+  Actor unreleased = 0; // who stored the present value without release
   std::vector<Fiber *> waiting;
 };
 
@@ -53,7 +54,7 @@ public:
   // NULL when the range or the machine's memory is exhausted. Device memory starts as poison, the others as zeros.
   u8 *allocate(const std::string &name, int rank, RegionKind kind, size_t bytes);
   void release(Region *region);
-  // Region at the address, freed ones included; NULL where nothing ever was.
+  // Region at the address or just before it, freed ones included; NULL where nothing ever was.
   Region *regionAt(const void *p) {
     size_t off = size_t(static_cast<const u8 *>(p) - arena);
     return off < reserved && pages[off >> 12] ? regions[pages[off >> 12]].get() : nullptr;

@@ -313,6 +313,7 @@ void Engine::startBlock(Launch *l) {
   b->sharedShadow.assign(l->sharedBytes / 4 + 1, SharedWord{NOBODY, NOBODY, NOBODY, 0, 0, 0, 0, 0xCDCDCDCD, 0, 0, 0, 0});
   for (NamedBarrier &x : b->barriers) x.arrived = x.expected = 0, x.in.clear(), x.waiters.clear();
   b->mbarriers.clear();
+  b->relaxedFlags.clear();
   b->exitKnown = l->initial;
   std::fill(b->hasPending.begin(), b->hasPending.end(), 0);
   ViewRef view = floorView(b->base);
@@ -332,7 +333,6 @@ void Engine::startBlock(Launch *l) {
     f.viewSharedFenced = f.viewGlobalFenced = false;
     f.fenceRelease = ReleaseRef();
     f.relaxedSeen = f.relaxedSeenFenced = KnownRef();
-    f.relaxedWriter = 0;
     f.pending.clear();
     f.bulk.clear();
     f.bulkGroup = f.bulkSlot = 0;
@@ -357,7 +357,7 @@ void Engine::retire(Block *b) {
     c->dead = true;
     if (!c->load && c->state != BulkCopy::Complete) {
       if (c->state == BulkCopy::Issued) c->data.assign(&b->shared[c->shared], &b->shared[c->shared] + c->bytes);
-      writeBytes(c->global, c->data.data(), c->bytes, ReleaseRef());
+      writeBytes(c->global, c->data.data(), c->bytes, ReleaseRef(), 0);
     }
     if (!c->events) delete c;
   }

@@ -107,10 +107,13 @@ void Engine::reportRace(Region *, const u8 *addr, Word *w, bool isWrite, bool ag
   if (cur) {
     bool sameBlock = identityOf(actor) == cur->block->identity;
     u32 seen = sameBlock ? cur->view->at(SEEN, slotOf(actor)) : cur->known ? cur->known->at(SEEN, actor) : 0;
+    const u8 *flag = nullptr;
+    for (auto &x : cur->block->relaxedFlags)
+      if (x.first == identityOf(actor)) flag = x.second;
     if (againstReader)
       line += ": no credit or barrier from the reader";
-    else if (cur->relaxedWriter && identityOf(cur->relaxedWriter) == identityOf(actor))
-      line += ": the flag at " + memory.where(cur->relaxedFlag) + " was stored without release";
+    else if (flag)
+      line += ": the flag at " + memory.where(flag) + " was stored without release";
     else if (bulkStore && seen < epoch)
       line += ": the bulk store was not complete (wait_group without .read) before the flag's release";
     else if (seen > id.base)
@@ -193,7 +196,7 @@ void Engine::addPending(Fiber *f, PendingStore *p) {
 }
 
 // Bytes reach memory; pollers of changed words wake.
-void Engine::writeBytes(u8 *addr, const u8 *data, u32 bytes, const ReleaseRef &release) {
+void Engine::writeBytes(u8 *addr, const u8 *data, u32 bytes, const ReleaseRef &release, Actor actor) {
   Region *r = memory.regionAt(addr);
   lastChange = now;
   progress++;
@@ -226,6 +229,7 @@ void Engine::writeBytes(u8 *addr, const u8 *data, u32 bytes, const ReleaseRef &r
       SyncWord &s = memory.syncOf(w);
       s.change = ++changes;
       s.release = release;
+      s.unreleased = release ? 0 : actor;
       while (!s.waiting.empty()) {
         Fiber *f = s.waiting.back();
         unpark(f);
@@ -250,7 +254,7 @@ void Engine::commit(PendingStore *p) {
       for (u32 i = 0; i < p->bytes; i += 4) Memory::wordAt(r, p->addr + i)->pending--;
   }
   p->done = true;
-  writeBytes(p->addr, p->data, p->bytes, p->release);
+  writeBytes(p->addr, p->data, p->bytes, p->release, p->copy ? 0 : actorOf(p->owner->block->identity, p->owner->tid));
 }
 
 // Makes the pending stores to one word visible: its own thread, or one ordered after it, is about to read or write it.
@@ -372,9 +376,10 @@ u64 Engine::poll(const void *addr, u32 bytes, bool acquiring, bool system, Place
   ReleaseRef release = memory.sync(sync).release;
   if (acquiring) {
     acquire(release, system);
-    if (!release && w->writer && (w->flags & W_STRONG)) {
-      f->relaxedWriter = w->writer;
-      f->relaxedFlag = a;
+    if (u32 storer = identityOf(memory.sync(sync).unreleased)) {
+      auto &v = f->block->relaxedFlags;
+      std::pair<u32, const u8 *> x(storer, a);
+      if (std::find(v.begin(), v.end(), x) == v.end() && v.size() < 64) v.push_back(x);
     }
   } else if (release && ((release->system && system) || release->rank == f->block->rank)) {
     f->relaxedSeen = joiner.join(f->relaxedSeen, release->seen);
@@ -458,7 +463,7 @@ u32 Engine::atomicUpdate(u32 *addr, bool compare, u32 expected, u32 operand, boo
   seen = *addr;
   if (compare && seen != expected) return seen;
   next = compare ? operand : seen + operand;
-  writeBytes(a, reinterpret_cast<u8 *>(&next), 4, release);
+  writeBytes(a, reinterpret_cast<u8 *>(&next), 4, release, actorOf(f->block->identity, f->tid));
   return seen;
 }
 
@@ -498,6 +503,7 @@ void Engine::copyInStream(Stream *s, u8 *dst, const u8 *src, size_t bytes, int v
       SyncWord &y = memory.syncOf(w);
       y.change = ++changes;
       y.release = ReleaseRef();
+      y.unreleased = 0;
       while (!y.waiting.empty()) {
         Fiber *f = y.waiting.back();
         unpark(f);
