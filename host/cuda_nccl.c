@@ -27,16 +27,17 @@ static int visitLibrary(struct dl_phdr_info *info, size_t size, void *arg) {
   return 0;
 }
 
-static void *findLoaded(void) {
+/* 1 and a handle for dlsym. RTLD_DEFAULT, which is a null pointer, is one of them. */
+static int findLoaded(void **lib) {
   char found[sizeof(binding.path)] = "";
-  void *lib;
-  if (dlsym(RTLD_DEFAULT, "ncclCommWindowRegister")) return RTLD_DEFAULT;
-  if ((lib = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD))) return lib;
+  *lib = RTLD_DEFAULT;
+  if (dlsym(RTLD_DEFAULT, "ncclCommWindowRegister")) return 1;
+  if ((*lib = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD))) return 1;
   dl_iterate_phdr(visitLibrary, found);
-  if (!found[0] || !(lib = dlopen(found, RTLD_NOW | RTLD_NOLOAD))) return NULL;
-  if (dlsym(lib, "ncclCommUserRank")) return lib;
-  dlclose(lib);
-  return NULL;
+  if (!found[0] || !(*lib = dlopen(found, RTLD_NOW | RTLD_NOLOAD))) return 0;
+  if (dlsym(*lib, "ncclCommUserRank")) return 1;
+  dlclose(*lib);
+  return 0;
 }
 
 /* ISO C has no conversion from dlsym's object pointer to a function pointer; copying the bytes is what POSIX promises.
@@ -72,9 +73,10 @@ ncclResult_t epNcclOpen(int mayLoad, const epNccl **out) {
   ncclResult_t rc = ncclSuccess;
   pthread_mutex_lock(&mutex);
   if (!bound) {
-    void *lib = findLoaded();
-    if (!lib && mayLoad) lib = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
-    if (!lib) {
+    void *lib;
+    int found = findLoaded(&lib);
+    if (!found && mayLoad) found = (lib = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL)) != NULL;
+    if (!found) {
       rc = mayLoad ? epFail(ncclSystemError, "NCCL not found: no library with NCCL is loaded, and the loader says: %s",
                             dlerror())
                    : epFail(ncclSystemError,
