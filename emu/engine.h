@@ -143,6 +143,7 @@ struct Launch {
   u32 started = 0, finished = 0;
   KnownRef initial, known;
   std::vector<Block *> live;
+  std::vector<std::pair<u32, u32>> identities; // of blocks that ended, with their last epochs
 };
 
 // Who an identity is, for reports; kept after the block is gone.
@@ -185,9 +186,9 @@ public:
   void reportStuck();
   void abandon();             // drops all launches
   void checkResidency();
-  void addStream(Stream *s);
+  void addStream(Stream *s, const KnownRef &known);
   void removeStream(Stream *s);
-  u32 allocIdentity(int rank, u32 index, u32 threads, const std::string &name, bool stream);
+  u32 allocIdentity(int rank, u32 index, u32 threads, const std::string &name, const KnownRef &known, bool stream);
   void freeIdentity(u32 id, u32 lastEpoch);
   void copyInStream(Stream *s, u8 *dst, const u8 *src, size_t bytes, int value, bool fill);
 

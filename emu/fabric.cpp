@@ -84,7 +84,7 @@ ncclResult_t Fabric::createStream(int rank, Stream **out) {
   r.streams.emplace_back(new Stream);
   *out = r.streams.back().get();
   (*out)->rank = rank;
-  engine.addStream(*out);
+  engine.addStream(*out, r.hostKnown);
   return ncclSuccess;
 }
 

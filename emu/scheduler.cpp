@@ -89,9 +89,14 @@ void Engine::report(Fault kind, u64 key, const char *format, ...) {
 
 // ---- identities and streams -----------------------------------------------------------------------------------------
 
-u32 Engine::allocIdentity(int rank, u32 index, u32 threads, const std::string &name, bool stream) {
+// An identity is used again only by its own rank, and by one that is ordered after its last use: no order is made up.
+u32 Engine::allocIdentity(int rank, u32 index, u32 threads, const std::string &name, const KnownRef &known, bool stream) {
   u32 id = 1;
-  while (id < identities.size() && identities[id].used) id++;
+  auto fits = [&](u32 i) {
+    const Identity &x = identities[i];
+    return !x.used && x.rank == rank && known && known->at(SEEN, actorOf(i, NOBODY)) >= x.base;
+  };
+  while (id < identities.size() && !fits(id)) id++;
   if (id == identities.size()) identities.emplace_back();
   Identity &i = identities[id];
   i.used = true, i.stream = stream, i.rank = rank, i.index = index, i.threads = threads, i.name = name;
@@ -105,8 +110,8 @@ void Engine::freeIdentity(u32 id, u32 lastEpoch) {
   identities[id].base = std::max(identities[id].base, lastEpoch);
 }
 
-void Engine::addStream(Stream *s) {
-  s->identity = allocIdentity(s->rank, 0, 0, "", true);
+void Engine::addStream(Stream *s, const KnownRef &known) {
+  s->identity = allocIdentity(s->rank, 0, 0, "", known, true);
   s->epoch = identities[s->identity].base;
   streams[size_t(s->rank)].push_back(s);
 }
@@ -306,7 +311,7 @@ void Engine::startBlock(Launch *l) {
   int rank = l->stream->rank;
   b->launch = l, b->rank = rank, b->index = l->started++;
   b->alive = b->slots = l->threads;
-  b->identity = allocIdentity(rank, b->index, l->threads, l->name, false);
+  b->identity = allocIdentity(rank, b->index, l->threads, l->name, l->initial, false);
   identities[b->identity].live = b;
   b->base = identities[b->identity].base;
   b->shared.assign(l->sharedBytes, 0xCD);
@@ -365,7 +370,8 @@ void Engine::retire(Block *b) {
   for (Mbarrier &m : b->mbarriers) last = std::max(last, b->base + m.phase + 2);
   KnownRef all = knownWith(b->exitKnown, b->identity, floorView(last));
   l->known = joiner.join(l->known, all);
-  freeIdentity(b->identity, last);
+  identities[b->identity].live = nullptr;
+  l->identities.push_back({b->identity, last}); // in use until the launch ends
   liveBlocks.erase(std::find(liveBlocks.begin(), liveBlocks.end(), b));
   l->live.erase(std::find(l->live.begin(), l->live.end(), b));
   idleBlocks.push_back(b);
@@ -402,6 +408,7 @@ void Engine::finishLaunch(Launch *l) {
   s->ops.pop_front();
   liveLaunches--;
   scanStreams = true;
+  for (auto &i : l->identities) freeIdentity(i.first, i.second);
   delete l;
 }
 
@@ -606,6 +613,7 @@ void Engine::abandon() {
   for (auto &ofRank : streams)
     for (Stream *s : ofRank)
       if (s->running) {
+        for (auto &i : s->running->identities) freeIdentity(i.first, i.second);
         delete s->running;
         s->running = nullptr;
         s->ops.clear();

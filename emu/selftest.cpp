@@ -29,7 +29,7 @@ struct Lab {
   Lab(u64 seed, u32 n, u32 resident = 8, bool weak = true) : engine({seed, n, resident, weak}), ranks(n), streams(n) {
     for (u32 r = 0; r < n; r++) {
       streams[r].rank = int(r);
-      engine.addStream(&streams[r]);
+      engine.addStream(&streams[r], KnownRef());
       mine.push_back(words("mine", r));
       out.push_back(words("out", r));
       ctr.push_back(words("ctr", r));
@@ -229,7 +229,7 @@ static void testStreams(void **) {
     for (bool withEvent : {true, false}) {
       Lab lab(seed, 1);
       Stream second;
-      lab.engine.addStream(&second);
+      lab.engine.addStream(&second, KnownRef());
       u32 *a = lab.mine[0], *b = lab.out[0];
       StreamOp copy(StreamOp::Copy);
       u32 host[64];
