@@ -89,22 +89,27 @@ static ncclResult_t put(epCuda *be, void *dev, uint64_t word) {
 
 static uint64_t magicOf(int rank) { return 0x45504d4147494300ull ^ ((uint64_t)(unsigned)rank << 32 | (unsigned)rank); }
 
-/* Each rank's first word must be seen through the address that others computed for it. */
-static ncclResult_t checkPeers(epCuda *be, void *const *peers) {
-  for (int p = 0; p < be->topology.ranks; p++) {
-    uint64_t seen = 0;
-    if (!peers[p]) continue;
-    epCuResult rc = be->cu->memcpyDtoHAsync(&seen, (epCuPtr)peers[p], sizeof(seen), be->stream);
-    if (rc == EP_CU_SUCCESS) rc = be->cu->streamSynchronize(be->stream);
-    if (rc != EP_CU_SUCCESS) return epCuFail(be->cu, rc, "reading the window of rank %d at %p", p, peers[p]);
-    if (seen != magicOf(p))
-      return epFail(
-          ncclInternalError,
-          "window of rank %d: the address %p leads to 0x%016llx, expected 0x%016llx: NCCL %d lays its windows out in "
-          "a way this library does not know",
-          p, peers[p], (unsigned long long)seen, (unsigned long long)magicOf(p), be->nccl->version);
-  }
+static ncclResult_t expectMark(epCuda *be, int rank, const void *dev) {
+  uint64_t seen = 0;
+  epCuResult rc = be->cu->memcpyDtoHAsync(&seen, (epCuPtr)dev, sizeof(seen), be->stream);
+  if (rc == EP_CU_SUCCESS) rc = be->cu->streamSynchronize(be->stream);
+  if (rc != EP_CU_SUCCESS) return epCuFail(be->cu, rc, "reading the window of rank %d at %p", rank, dev);
+  if (seen != magicOf(rank))
+    return epFail(
+        ncclInternalError,
+        "window of rank %d: the address %p leads to 0x%016llx, expected 0x%016llx: NCCL %d lays its windows out in "
+        "a way this library does not know",
+        rank, dev, (unsigned long long)seen, (unsigned long long)magicOf(rank), be->nccl->version);
   return ncclSuccess;
+}
+
+/* Each rank wrote its mark through the address it computed for itself: it must have reached its own buffer, and peers
+ * must see it through the addresses they computed. */
+static ncclResult_t checkPeers(epCuda *be, const epWindow *window, void *const *peers) {
+  ncclResult_t r = expectMark(be, be->topology.rank, window->buffer);
+  for (int p = 0; p < be->topology.ranks && r == ncclSuccess; p++)
+    if (peers[p]) r = expectMark(be, p, peers[p]);
+  return r;
 }
 
 /* A communicator of one rank has nobody to share with, and NCCL need not support windows on it. */
@@ -171,7 +176,7 @@ ncclResult_t epCudaWindowCreate(epBackend *base, size_t bytes, epWindow **out, v
   }
   if (r == ncclSuccess) r = put(be, peers[t->rank], magicOf(t->rank));
   if ((r = agree(be, r, "registering the symmetric window")) != ncclSuccess) goto done;
-  r = checkPeers(be, peers);
+  r = checkPeers(be, window, peers);
   if ((r = agree(be, r, "reaching the symmetric windows of the peers")) != ncclSuccess) goto done;
   r = put(be, peers[t->rank], 0);
   r = agree(be, r, "clearing the symmetric window");

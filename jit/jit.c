@@ -167,6 +167,9 @@ static ncclResult_t makeRequest(epJit *jit, const epNvrtc *nvrtc, int kernelId, 
   job->options[job->optionCount++] = "--std=c++17";
   job->options[job->optionCount++] = "-default-device";
   job->options[job->optionCount++] = "--ptxas-options=-v";
+  /* NVRTC 12.9 and up keeps a cache of its own through the driver, and a program found there comes without the
+   * assembler's report. */
+  if (nvrtc->version >= 12090) job->options[job->optionCount++] = "--no-cache";
   if (jit->lineInfo) job->options[job->optionCount++] = "-lineinfo";
   job->keepPtx = jit->dump[0] != 0;
 
