@@ -97,9 +97,10 @@ static unsigned long long number(const char *text, unsigned long long high, cons
 
 static unsigned choice(const char *text, const char *const *names, const char *option, struct argp_state *state) {
   char all[256] = "";
+  size_t used = 0;
   for (unsigned i = 0; names[i]; i++) {
-    if (!strcmp(text, names[i])) return i;
-    strcat(strcat(all, i ? ", " : ""), names[i]);
+    if (strcmp(text, names[i]) == 0) return i;
+    if (used < sizeof(all)) used += (size_t)snprintf(all + used, sizeof(all) - used, "%s%s", i ? ", " : "", names[i]);
   }
   argp_error(state, "--%s %s: expected one of %s", option, text, all);
   return 0;
@@ -108,7 +109,7 @@ static unsigned choice(const char *text, const char *const *names, const char *o
 static unsigned parseOps(const char *text, struct argp_state *state) {
   if (!strcmp(text, "dispatch")) return EP_OP_DISPATCH;
   if (!strcmp(text, "combine")) return EP_OP_COMBINE;
-  if (strcmp(text, "dispatch,combine") && strcmp(text, "combine,dispatch"))
+  if (strcmp(text, "dispatch,combine") != 0 && strcmp(text, "combine,dispatch") != 0)
     argp_error(state, "--op %s: expected dispatch, combine or dispatch,combine", text);
   return EP_OP_DISPATCH | EP_OP_COMBINE;
 }
@@ -141,6 +142,7 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
                                                                                            NULL};
   static const char *const types[] = {"bf16", "fp16", "fp32", NULL}, *const integers[] = {"int64", "int32", NULL};
   epBenchOptions *o = state->input;
+  char *end;
   switch (key) {
   case OPT_BACKEND:
     o->fabric.kind = (epFabricKind)choice(text, backends, "backend", state);
@@ -176,8 +178,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->routingText = text;
     break;
   case OPT_MINUS_ONE:
-    o->route.minusOne = atof(text);
-    if (!(o->route.minusOne >= 0 && o->route.minusOne <= 1)) argp_error(state, "--minus-one %s: expected 0 to 1", text);
+    o->route.minusOne = strtod(text, &end);
+    if (*end || !(o->route.minusOne >= 0 && o->route.minusOne <= 1))
+      argp_error(state, "--minus-one %s: expected 0 to 1", text);
     break;
   case OPT_SEED:
     o->seed = number(text, ULLONG_MAX, "seed", state);

@@ -389,6 +389,7 @@ int epBenchRun(epPort *port, void *context) {
   if (!rc && o->limits) rc = timeLimits(bench, layer);
   if (!rc) rc = tellAll(port);
   rc |= epPortFaults(port);
+  if (rc) epPortAbort(port); /* closing is collective: let the others come to it */
   rc |= epLayerClose(layer);
   return rc ? -1 : 0;
 }

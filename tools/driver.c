@@ -52,9 +52,9 @@ static void openNccl(void) {
       bind(library, "ncclGetUniqueId", &nccl.getUniqueId, ncclReason, sizeof(ncclReason)) ||
       bind(library, "ncclCommInitRank", &nccl.commInitRank, ncclReason, sizeof(ncclReason)) ||
       bind(library, "ncclCommDestroy", &nccl.commDestroy, ncclReason, sizeof(ncclReason)) ||
-      bind(library, "ncclCommAbort", &nccl.commAbort, ncclReason, sizeof(ncclReason)))
+      bind(library, "ncclCommAbort", &nccl.commAbort, ncclReason, sizeof(ncclReason)) ||
+      bind(library, "ncclGetErrorString", &nccl.getErrorString, ncclReason, sizeof(ncclReason)))
     return;
-  bind(library, "ncclGetErrorString", &nccl.getErrorString, ncclReason, sizeof(ncclReason));
 }
 
 const epDriver *epDriverOpen(const char **reason) {

@@ -151,7 +151,7 @@ static int checkResult(demo *d, epLayer *layer) {
   for (uint32_t t = 0; t < tokens; t++) {
     epDataRow(d->layer.type, d->seed, EP_DATA_GRADIENT, (uint32_t)port->rank, t, x, d->layer.hidden);
     expectToken(d, port, t, x, work, scratch, &d->worst[port->rank]);
-    if (memcmp(y + t * row, work + d->layer.topk * row, row) && !wrong++)
+    if (memcmp(y + t * row, work + d->layer.topk * row, row) != 0 && !wrong++)
       epToolFail("rank %d: combine: token %u differs from the reference", port->rank, t);
   }
   rc = 0;
@@ -210,6 +210,7 @@ static int rankBody(epPort *port, void *context) {
   rc = 0;
 done:
   rc |= epPortFaults(port);
+  if (rc) epPortAbort(port); /* closing is collective: let the others come to it */
   if (layer) rc |= epLayerClose(layer);
   return rc ? -1 : 0;
 }

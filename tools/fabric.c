@@ -71,6 +71,8 @@ static void abortFabric(epFabric *fabric) {
   pthread_mutex_unlock(&fabric->lock);
 }
 
+void epPortAbort(epPort *port) { abortFabric(port->fabric); }
+
 static int meetLocally(epFabric *fabric) {
   unsigned long round;
   int aborted;
@@ -243,7 +245,7 @@ static int openStart(epFabric *fabric, epPort *port) {
   gethostname(mine.host, sizeof(mine.host) - 1);
   snprintf(mine.name, sizeof(mine.name), "/nccl_ep_bench.%ld.%llx", (long)getpid(), (unsigned long long)(now() * 1e6));
   failed = epPortGather(port, &mine, all, sizeof(mine));
-  while (!failed && strcmp(all[leader].host, mine.host)) leader++;
+  while (!failed && strcmp(all[leader].host, mine.host) != 0) leader++;
   fabric->startLeader = leader == port->rank;
   if (!failed && fabric->startLeader) {
     snprintf(fabric->startName, sizeof(fabric->startName), "%s", mine.name);
@@ -283,8 +285,7 @@ static int openRank(epPort *port, void *unused) {
     fabric->start = NULL; /* times then include the skew of the host's barrier */
   rc = fabric->nccl->commInitRank(&comm, fabric->ranks, fabric->id, port->rank);
   if (rc)
-    return epToolFail("rank %d: ncclCommInitRank: error %d: %s", port->rank, rc,
-                      fabric->nccl->getErrorString ? fabric->nccl->getErrorString(rc) : "");
+    return epToolFail("rank %d: ncclCommInitRank: error %d: %s", port->rank, rc, fabric->nccl->getErrorString(rc));
   port->comm = (ncclComm_t)comm;
   return epPortBarrier(port);
 }

@@ -70,6 +70,9 @@ int epPortSync(epPort *port);
 int epPortMark(epPort *port, unsigned event);
 int epPortElapsed(epPort *port, unsigned from, unsigned to, double *microseconds);
 
+/* Wakes the other ranks of this process from their barriers, with an error: this rank will not come. */
+void epPortAbort(epPort *port);
+
 /* Ranks' meeting points. */
 int epPortBarrier(epPort *port);
 int epPortGather(epPort *port, const void *mine, void *all, size_t bytes);
