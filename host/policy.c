@@ -10,9 +10,14 @@
 #define EP_PUSH_BLOCKS_DISPATCH 24u
 #define EP_PUSH_BLOCKS_COMBINE_FLAT 32u
 
-#define EP_UPDATE_THREADS 256u
-/* One token a warp in a block of 8 warps: more blocks than that would have nothing to do. */
-#define EP_UPDATE_TOKENS_A_BLOCK 8u
+/* Warps of a block that moves rows, beside the signaller: 8 with two stages of a whole row each were faster than 16 or 24
+ * with smaller stages (combine from expert-major, T = 4096: 267, 293 and 338 us). */
+#define EP_MOVE_WARPS 8u
+#define EP_UPDATE_THREADS 512u
+/* Few large blocks: each reads the histograms of all before it, so more blocks cost more than they save. 128 tokens are 8 a
+ * warp. */
+#define EP_UPDATE_TOKENS_A_BLOCK 128u
+#define EP_EMU_UPDATE_TOKENS_A_BLOCK 8u /* there blocks are for meeting each other */
 /* On the emulated fabric a thread is a fiber: two warps a block are what its checks need, more cost only time. */
 #define EP_EMU_WARPS 2u
 
@@ -37,8 +42,8 @@ ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t t
   grid->smemBytes = epUpdateSmem(config);
   grid->pushBlocks = 0;
   /* The grid waits for itself, so all of it must be resident: at most one block an SM. */
-  grid->blocks =
-      least(least(EP_MAX_UPDATE_BLOCKS, sms), (tokens + EP_UPDATE_TOKENS_A_BLOCK - 1) / EP_UPDATE_TOKENS_A_BLOCK);
+  uint32_t each = topology->arch ? EP_UPDATE_TOKENS_A_BLOCK : EP_EMU_UPDATE_TOKENS_A_BLOCK;
+  grid->blocks = least(least(EP_MAX_UPDATE_BLOCKS, sms), (tokens + each - 1) / each);
   if (grid->blocks == 0) grid->blocks = 1;
   return ncclSuccess;
 }
@@ -53,9 +58,7 @@ ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned
                           epGrid *grid) {
   uint32_t smem = (uint32_t)topology->smemPerBlock, warps;
   config->bulk = topology->bulkCopies != 0;
-  warps = epMoveWarps(config, smem);
-  if (!topology->arch && warps > EP_EMU_WARPS) warps = EP_EMU_WARPS;
-  config->threads = (warps ? warps : 1) * 32;
+  warps = epMovePlan(kernelId, config, smem, topology->arch ? EP_MOVE_WARPS : EP_EMU_WARPS);
   if (!warps)
     return epFail(ncclInvalidArgument,
                   "%s: a row of %u bytes takes %u bytes of shared memory: a block of this device has %u", call,
