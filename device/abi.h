@@ -24,6 +24,7 @@ enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
   X(weights)   /* rows carry K FP32 weights: forward dispatch, backward combine */                                     \
   X(indexBytes) /* 4 or 8: update's topk_idx */                                                                        \
   X(threads)   /* a block */                                                                                           \
+  X(stageBytes) /* of a warp stage in dispatch and combine */                                                                \
   X(bulk)      /* the target has bulk copies (SM90 and up) */                                                          \
   X(bug)       /* emulator's planted faults (device/bugs.h); 0 on GPUs */
 
@@ -126,32 +127,44 @@ typedef struct epCombineArgs {
 
 /* Shared memory of a block. Its first bytes hold a word on which the threads agree. */
 #define EP_VERDICT_BYTES 16u
+/* update: a histogram a warp; later, in the same place, what the gathering block knows of all sources */
 EP_HD uint32_t epUpdateSmem(const epConfig *c) {
-  return EP_VERDICT_BYTES + 4u * (c->threads / 32) * (c->experts + c->ranks);
+  uint32_t histograms = (c->threads / 32) * (c->experts + c->ranks);
+  uint32_t gather = c->experts + 2 * c->ranks + 2 * (c->experts / c->ranks) + 2;
+  return EP_VERDICT_BYTES + 4 * (histograms > gather ? histograms : gather);
 }
-/* dispatch and combine: the verdict word and two mbarriers a warp, then two stages a warp, so that one is loaded while the
- * other is stored */
-EP_HD uint32_t epControlSmem(uint32_t warps) { return (uint32_t)epAlignUp(EP_VERDICT_BYTES + 16ull * warps, 128); }
+/* dispatch and combine: the verdict word, the mbarriers between senders and their signaller, two mbarriers a sender, the
+ * window addresses of all ranks; then two stages a sender, so that one is loaded while the other is stored. The block's last
+ * warp is the signaller and has no stage. */
+#define EP_SIGNAL_DEPTH 4u /* rounds that senders may be ahead of their signaller */
+EP_HD uint32_t epSenders(uint32_t threads) { return threads / 32 - 1; }
+EP_HD uint32_t epControlSmem(uint32_t senders, uint32_t ranks) {
+  return (uint32_t)epAlignUp(EP_VERDICT_BYTES + 16ull * EP_SIGNAL_DEPTH + 16ull * senders + 8ull * ranks, 128);
+}
 /* a row and its weights */
 EP_HD uint32_t epRowBufferBytes(const epConfig *c) {
   return (uint32_t)epAlignUp((uint64_t)c->rowBytes + (c->weights ? epWeightBytes(c->topk) : 0), 128);
 }
-/* a stage: a chunk of rows in dispatch, pieces of up to K rows in combine */
-EP_HD uint32_t epStageBytes(const epConfig *c) {
-  uint32_t chunk = epChunkRows(c->rowBytes) * epRowBufferBytes(c);
-  uint32_t pieces = (uint32_t)epAlignUp((uint64_t)EP_ROW_ALIGN * c->topk, 128);
-  return chunk > pieces ? chunk : pieces;
-}
 EP_HD uint32_t epMoveSmem(const epConfig *c) {
-  uint32_t warps = c->threads / 32;
-  return epControlSmem(warps) + (c->bulk ? 2 * warps * epStageBytes(c) : 0);
+  uint32_t senders = epSenders(c->threads);
+  return epControlSmem(senders, c->ranks) + (c->bulk ? 2 * senders * c->stageBytes : 0);
 }
-/* Most warps of a dispatch or combine block that shared memory holds, at most 16; 0: not even one (c->threads is ignored). */
-EP_HD uint32_t epMoveWarps(const epConfig *c, uint32_t smemPerBlock) {
-  uint32_t warps = 16;
-  while (warps && c->bulk && epControlSmem(warps) + 2ull * warps * epStageBytes(c) > smemPerBlock)
-    warps--;
-  return warps;
+/* Sets threads and stageBytes of a dispatch or combine from the shared memory of a block: at most `maxSenders` warps beside the
+ * signaller. A stage of dispatch is a chunk of rows; one of combine holds pieces of up to K rows, as large as fits. Returns
+ * the senders; 0: the rows do not fit. */
+EP_HD uint32_t epMovePlan(int kernelId, epConfig *c, uint32_t smemPerBlock, uint32_t maxSenders) {
+  uint32_t senders = maxSenders, stage = epChunkRows(c->rowBytes) * epRowBufferBytes(c);
+  uint32_t least = kernelId == EP_KERNEL_DISPATCH ? stage : (uint32_t)epAlignUp((uint64_t)EP_ROW_ALIGN * c->topk, 128);
+  while (senders && c->bulk && epControlSmem(senders, c->ranks) + 2ull * senders * least > smemPerBlock)
+    senders--;
+  if (senders && c->bulk && kernelId == EP_KERNEL_COMBINE) {
+    uint32_t room = (smemPerBlock - epControlSmem(senders, c->ranks)) / (2 * senders) & ~127u;
+    uint32_t most = c->topk * c->rowBytes;
+    stage = room < most ? room : (uint32_t)epAlignUp(most, 128);
+  }
+  c->threads = ((senders ? senders : 1) + 1) * 32;
+  c->stageBytes = c->bulk ? stage : 0;
+  return senders;
 }
 
 #endif

@@ -25,23 +25,47 @@ struct epSum {
   uint64_t address;  /* of the lane's row */
 };
 
-/* One 16-byte vector of the result; load(i): the same vector of the i-th part. */
-template <class C, class F> DEV uint4 ep_sum_vector(const C c, const epSum &s, F load) {
-  epVec sum;
-  ep_vec_zero(sum);
-  for (uint32_t m = s.last; m; m &= m - 1) {
-    uint32_t bit = m & (0u - m);
-    if (bit == s.localAt) {
-      epVec part;
-      ep_vec_zero(part);
-      for (uint32_t q = s.local; q; q &= q - 1)
-        ep_vec_add(c, part, load(p::popc(s.parts & ((q & (0u - q)) - 1))));
-      ep_vec_add(c, sum, ep_vec_round(c, part));
-    } else {
-      ep_vec_add(c, sum, load(p::popc(s.parts & (bit - 1))));
+/* N 16-byte vectors of the result; load(i, x): the same vectors of the i-th part. `plain`: all parts are local. */
+template <int N, class C, class F> DEV void ep_sum_vectors(const C c, const epSum &s, bool plain, F load, uint4 *out) {
+  epVec sum[N], part[N];
+  uint4 x[N];
+#pragma unroll
+  for (int u = 0; u < N; u++)
+    ep_vec_zero(sum[u]);
+  if (plain) {
+    for (uint32_t i = 0, count = p::popc(s.parts); i < count; i++) {
+      load(i, x);
+#pragma unroll
+      for (int u = 0; u < N; u++)
+        ep_vec_add(c, sum[u], x[u]);
+    }
+  } else {
+    for (uint32_t m = s.last; m; m &= m - 1) {
+      uint32_t bit = m & (0u - m);
+      if (bit == s.localAt) {
+#pragma unroll
+        for (int u = 0; u < N; u++)
+          ep_vec_zero(part[u]);
+        for (uint32_t q = s.local; q; q &= q - 1) {
+          load(p::popc(s.parts & ((q & (0u - q)) - 1)), x);
+#pragma unroll
+          for (int u = 0; u < N; u++)
+            ep_vec_add(c, part[u], x[u]);
+        }
+#pragma unroll
+        for (int u = 0; u < N; u++)
+          x[u] = ep_vec_round(c, part[u]);
+      } else {
+        load(p::popc(s.parts & (bit - 1)), x);
+      }
+#pragma unroll
+      for (int u = 0; u < N; u++)
+        ep_vec_add(c, sum[u], x[u]);
     }
   }
-  return ep_vec_round(c, sum);
+#pragma unroll
+  for (int u = 0; u < N; u++)
+    out[u] = ep_vec_round(c, sum[u]);
 }
 
 DEV uint64_t ep_shfl64(uint64_t v, uint32_t from) {
@@ -49,7 +73,8 @@ DEV uint64_t ep_shfl64(uint64_t v, uint32_t from) {
   return (uint64_t)hi << 32 | lo;
 }
 
-/* A row being summed: what goes in, where the result goes. With `move`, a single row is moved as it is. */
+/* A row being summed: what goes in, where the result goes. With `move`, all parts are this rank's, and a single one is moved
+ * as it is. */
 struct epJob {
   epSum sum;
   uint8_t *to;
@@ -80,10 +105,19 @@ template <class C> DEV void ep_job_store(const C c, const epPipe &q, uint32_t n,
   uint32_t l = p::lane(), stage = ep_stage(q, n);
   uint32_t bytes = at + job.piece < c.rowBytes ? job.piece : c.rowBytes - at;
   if (!job.move || p::popc(job.sum.parts) != 1) {
-    for (uint32_t v = 16 * l; v < bytes; v += 512)
-      p::sts<uint4>(stage + v, ep_sum_vector(c, job.sum, [&](uint32_t i) {
-                      return p::lds<uint4>(stage + i * job.piece + v);
-                    }));
+    for (uint32_t v = 16 * l; v < bytes; v += 1024) { /* two vectors at once: the second may lie past the end */
+      uint32_t w = v + 512 < bytes ? v + 512 : v;
+      uint4 sum[2];
+      ep_sum_vectors<2>(c, job.sum, job.move,
+                        [&](uint32_t i, uint4 *x) {
+                          x[0] = p::lds<uint4>(stage + i * job.piece + v);
+                          x[1] = p::lds<uint4>(stage + i * job.piece + w);
+                        },
+                        sum);
+      p::sts<uint4>(stage + v, sum[0]);
+      if (w != v)
+        p::sts<uint4>(stage + w, sum[1]);
+    }
     ep_stage_written(c);
   }
   if (l == 0) {
@@ -95,13 +129,16 @@ template <class C> DEV void ep_job_store(const C c, const epPipe &q, uint32_t n,
 /* The whole row without bulk copies. */
 template <class C> DEV void ep_job_run(const C c, const epJob &job) {
   for (uint32_t at = 16 * p::lane(); at - 16 * p::lane() < c.rowBytes; at += 512) {
-    uint4 v = ep_sum_vector(c, job.sum, [&](uint32_t i) {
-      uint32_t m = job.sum.parts;
-      for (; i; i--)
-        m &= m - 1;
-      const uint8_t *src = (const uint8_t *)ep_shfl64(job.sum.address, p::ffs(m) - 1);
-      return at < c.rowBytes ? p::ldg<uint4>(src + at) : ep_zero4();
-    });
+    uint4 v;
+    ep_sum_vectors<1>(c, job.sum, job.move,
+                      [&](uint32_t i, uint4 *x) {
+                        uint32_t m = job.sum.parts;
+                        for (; i; i--)
+                          m &= m - 1;
+                        const uint8_t *src = (const uint8_t *)ep_shfl64(job.sum.address, p::ffs(m) - 1);
+                        x[0] = at < c.rowBytes ? p::ldg<uint4>(src + at) : ep_zero4();
+                      },
+                      &v);
     if (at < c.rowBytes)
       p::stg<uint4>(job.to + at, v);
   }
@@ -145,96 +182,110 @@ DEV void ep_combine_push_job(const C c, const epCombineArgs &a, const epPipe &q,
   uint32_t entry = l < c.topk ? p::ldg<uint32_t>(meta + 1 + l) : EP_NONE;
   uint32_t row = ep_combine_input(c, a, s, j, entry);
   job.sum.parts = job.sum.local = ep_combine_parts(c, row);
-  job.sum.last = job.sum.localAt = job.sum.parts & (0u - job.sum.parts); /* nothing else enters: any lane will do */
+  job.sum.last = job.sum.localAt = 0;
   job.sum.address = ep_combine_address(c, a, row);
-  job.to = ep_stage_row(a.group, s, a.group.rank, j);
+  job.to = ep_stage_row(a.group, q, s, a.group.rank, j);
   job.move = true;
   ep_job_pieces(c, q, job);
   if (c.weights && l < c.topk) /* ordinary stores: the release of the row's flag covers them */
     p::stg<uint32_t>(job.to + c.rowBytes + 4 * l, ep_combine_weight(c, a, row));
 }
 
-/* Where a warp of the push stands: row j of source s; chunk i of the work list, in which sources take turns. */
-struct epPushAt {
-  uint64_t i;
+/* A chunk of rows of one source; chunk i of the work list, in which sources take turns. Empty where the source has none. */
+struct epRun {
   uint32_t s, j, end;
 };
 
-/* Moves to the first row of the next chunk that has any; false when the list is done. */
-template <class C>
-DEV bool ep_combine_push_next(const C c, const epCombineArgs &a, uint64_t items, uint32_t step, epPushAt &at) {
+template <class C> DEV epRun ep_combine_run(const C c, const epCombineArgs &a, uint64_t i, uint64_t items) {
   const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
   uint32_t size = epChunkRows(c.rowBytes), others = c.ranks - 1;
-  for (; at.i < items; at.i += step) {
-    at.s = (uint32_t)((a.group.rank + 1 + at.i % others) % c.ranks);
-    at.j = (uint32_t)(at.i / others) * size;
-    uint32_t rows = p::ldg<uint32_t>(recvCount + at.s);
-    at.end = at.j + size < rows ? at.j + size : rows;
-    if (at.j < at.end)
-      return true;
-  }
-  return false;
+  epRun run;
+  run.s = (uint32_t)((a.group.rank + 1 + i % others) % c.ranks);
+  run.j = (uint32_t)(i / others) * size;
+  uint32_t rows = i < items ? p::ldg<uint32_t>(recvCount + run.s) : 0;
+  run.end = run.j + size < rows ? run.j + size : run.j > rows ? run.j : rows;
+  return run;
 }
 
-template <class C> DEV void ep_combine_push(const C c, const epCombineArgs &a, epPipe &q, uint32_t gen) {
-  uint32_t warps = c.threads / 32, me = a.group.rank, size = epChunkRows(c.rowBytes), step = a.pushBlocks * warps;
-  const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
-  uint64_t items = (uint64_t)((ep_most_rows(c, recvCount) + size - 1) / size) * (c.ranks - 1);
-  if (!ep_wait_credits(c, a.group, gen, EP_PHASE_COMBINE_CREDIT))
-    return;
-  epPushAt at;
-  at.i = p::bid() * warps + p::warp();
-  bool more = ep_combine_push_next(c, a, items, step, at);
+/* Sender warp: round r is run first + warp + r * step; a unit is a piece of one of its rows. */
+template <class C>
+DEV void ep_combine_push(const C c, const epCombineArgs &a, epPipe &q, uint64_t i, uint64_t items, uint32_t rounds,
+                         uint32_t gen) {
+  uint32_t step = a.pushBlocks * epSenders(c.threads), size = epChunkRows(c.rowBytes), me = a.group.rank;
+  uint32_t round = 0, posted = 0, offset = 0;
+  epJob job, next;
+  epRun run = ep_combine_run(c, a, i, items);
+  /* to the next row, through rounds that have none; false: no more */
+  auto advance = [&](epJob &to) {
+    for (; run.j >= run.end; run = ep_combine_run(c, a, i, items)) {
+      if (round == rounds)
+        return false;
+      round++;
+      i += step;
+    }
+    ep_combine_push_job(c, a, q, run.s, run.j, to);
+    return true;
+  };
+  bool more = rounds && advance(job);
   if (!c.bulk) {
-    for (; more; at.i += step, more = ep_combine_push_next(c, a, items, step, at)) {
-      uint32_t *flag = ep_flag(a.group, at.s, me, at.j / size);
-      for (; at.j < at.end; at.j++) {
-        epJob job;
-        ep_combine_push_job(c, a, q, at.s, at.j, job);
-        ep_job_run(c, job);
-      }
+    for (; more; more = advance(job)) {
+      ep_job_run(c, job);
       p::sync_warp();
-      if (p::lane() == 0)
-        ep_raise(c, flag, gen);
+      if (++run.j == run.end && p::lane() == 0)
+        p::st_release_sys(ep_flag(a.group, q, run.s, me, (run.j - 1) / size), gen);
     }
     return;
   }
-  /* One piece a unit. `pending`: the flag of a chunk whose last piece is on its way. */
-  uint32_t *pending = nullptr, offset = 0, nextOffset = 0;
-  epJob job, next;
-  if (more) {
-    ep_combine_push_job(c, a, q, at.s, at.j, job);
+  if (more)
     ep_job_load(c, q, 0, job, 0);
-  }
-  for (uint32_t n = 0; more; n++, job = next, offset = nextOffset) {
-    uint32_t *flag = nullptr; /* raised once this piece has landed */
+  for (uint32_t n = 0; more; n++, job = next) {
+    uint32_t at = offset, its = round;
     next = job;
-    nextOffset = offset + job.piece;
-    if (nextOffset >= c.rowBytes) {
-      uint32_t s = at.s, j = at.j++;
-      nextOffset = 0;
-      if (at.j == at.end) {
-        flag = ep_flag(a.group, s, me, j / size);
-        at.i += step;
-        more = ep_combine_push_next(c, a, items, step, at);
-      }
-      if (more)
-        ep_combine_push_job(c, a, q, at.s, at.j, next);
+    offset += job.piece;
+    if (offset >= c.rowBytes) {
+      offset = 0;
+      run.j++;
+      more = advance(next);
     }
     if (more)
-      ep_job_load(c, q, n + 1, next, nextOffset);
+      ep_job_load(c, q, n + 1, next, offset);
     ep_stage_arrived(q, n);
-    if (c.bug == EP_BUG_SIGNAL_FIRST && flag && p::lane() == 0)
-      ep_raise(c, flag, gen);
-    ep_job_store(c, q, n, job, offset);
+    ep_job_store(c, q, n, job, at);
     ep_stores_landed<1>(c);
-    if (pending && c.bug != EP_BUG_SIGNAL_FIRST && p::lane() == 0)
-      ep_raise(c, pending, gen);
-    pending = flag;
+    for (; posted < its; posted++) /* all but this piece: every earlier round */
+      ep_post(posted);
   }
   ep_stores_landed<0>(c);
-  if (pending && c.bug != EP_BUG_SIGNAL_FIRST && p::lane() == 0)
-    ep_raise(c, pending, gen);
+  for (; posted < rounds; posted++)
+    ep_post(posted);
+}
+
+/* Signaller: lane w raises the flag of sender w's run. */
+template <class C>
+DEV void ep_combine_signal(const C c, const epCombineArgs &a, const epPipe &q, uint64_t first, uint64_t items,
+                           uint32_t rounds, uint32_t gen) {
+  uint32_t senders = epSenders(c.threads);
+  for (uint32_t r = 0; r < rounds; r++) {
+    epRun run = ep_combine_run(c, a, first + (uint64_t)r * a.pushBlocks * senders + p::lane(), items);
+    ep_signal_begin(c, r);
+    if (p::lane() < senders && run.j < run.end)
+      p::st_relaxed_sys(ep_flag(a.group, q, run.s, a.group.rank, run.j / epChunkRows(c.rowBytes)), gen);
+    ep_signal_end(c, r);
+  }
+}
+
+template <class C> DEV void ep_combine_senders(const C c, const epCombineArgs &a, epPipe &q, uint32_t gen) {
+  uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes);
+  uint64_t first = p::bid() * senders;
+  uint32_t most = ep_most_rows(c, (const uint32_t *)(a.record + a.recordLayout.recvCount));
+  uint64_t items = (uint64_t)((most + size - 1) / size) * (c.ranks - 1);
+  uint32_t rounds = ep_rounds(items, first, a.pushBlocks * senders);
+  if (!ep_wait_credits(c, a.group, q, gen, EP_PHASE_COMBINE_CREDIT))
+    return;
+  if (!ep_is_signaller(c))
+    ep_combine_push(c, a, q, first + p::warp(), items, rounds, gen);
+  else if (c.bulk)
+    ep_combine_signal(c, a, q, first, items, rounds, gen);
 }
 
 /* Token t: waits for the rows of all its ranks. False: gave up. */
@@ -255,7 +306,7 @@ DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &
   uint32_t mine = owner == me ? ep_combine_input(c, a, me, row, EP_ENTRY((uint32_t)e % locals, pos)) : EP_NONE;
   bool ok = true;
   if (last && owner != me && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_wait_flag(a.group, ep_flag(a.group, me, owner, row / epChunkRows(c.rowBytes)), gen, EP_PHASE_COMBINE_ROWS,
+    ok = ep_wait_flag(a.group, ep_flag(a.group, q, me, owner, row / epChunkRows(c.rowBytes)), gen, EP_PHASE_COMBINE_ROWS,
                       owner);
   if (p::ballot(p::FULL, !ok))
     return false;
@@ -267,7 +318,7 @@ DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &
   job.sum.parts = job.sum.local | remote;
   job.sum.last = job.sum.localAt | remote;
   job.sum.address = owner == me ? ep_combine_address(c, a, mine)
-                                : (uint64_t)(last ? ep_stage_row(a.group, me, owner, row) : nullptr);
+                                : (uint64_t)(last ? ep_stage_row(a.group, q, me, owner, row) : nullptr);
   job.to = a.outTokens + (uint64_t)t * c.rowBytes;
   job.move = false;
   ep_job_pieces(c, q, job);
@@ -276,14 +327,14 @@ DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &
     if (owner == me)
       w = ep_combine_weight(c, a, mine);
     else if (e >= 0)
-      w = p::ldg<uint32_t>(ep_stage_row(a.group, me, owner, row) + c.rowBytes + 4 * l);
+      w = p::ldg<uint32_t>(ep_stage_row(a.group, q, me, owner, row) + c.rowBytes + 4 * l);
     p::stg<float>(a.outWeights + at, p::as_float(w));
   }
   return true;
 }
 
 template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a, epPipe &q, uint32_t gen) {
-  uint32_t warps = c.threads / 32, step = (a.blocks - a.pushBlocks) * warps;
+  uint32_t warps = epSenders(c.threads), step = (a.blocks - a.pushBlocks) * warps;
   uint32_t t = (p::bid() - a.pushBlocks) * warps + p::warp(), offset = 0, nextOffset = 0;
   epJob job, next;
   if (!c.bulk) {
@@ -321,13 +372,13 @@ template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a,
 template <class C> DEV void ep_combine(const C c, const epCombineArgs &a) {
   uint32_t gen = p::ldg<uint32_t>(&ep_state(a.group)->stageGen) + 1;
   bool push = p::bid() < a.pushBlocks;
-  epPipe q = ep_pipe(c);
+  epPipe q = ep_pipe(c, a.group);
   ep_bug_wait_unscheduled(c, a.group, push);
   if (push)
-    ep_combine_push(c, a, q, gen);
-  else
+    ep_combine_senders(c, a, q, gen);
+  else if (!ep_is_signaller(c))
     ep_combine_reduce(c, a, q, gen);
-  ep_operation_end(c, a.group, gen, a.blocks);
+  ep_operation_end(c, a.group, q, gen, a.blocks);
 }
 
 #endif

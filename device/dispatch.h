@@ -13,118 +13,183 @@
 
 #include "rows.h"
 
-/* Remote owners of a token: lane k's owner, and the mask of lanes that are the first of their owner. */
-template <class C> DEV uint32_t ep_dispatch_targets(const C c, const epDispatchArgs &a, uint32_t t, uint32_t *owner) {
-  uint32_t l = p::lane();
-  const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk;
-  int32_t e = l < c.topk ? p::ldg<int32_t>(topk + l) : -1;
-  *owner = e >= 0 ? (uint32_t)e / (c.experts / c.ranks) : a.group.rank;
-  bool remote = *owner != a.group.rank;
-  uint32_t mates = p::match_any(p::FULL, remote ? *owner : ep_lone_key());
-  return p::ballot(p::FULL, remote && (mates & ep_lanes_below()) == 0);
-}
+#define EP_MAX_CHUNK_ROWS 8
 
-/* One flag to every rank that got a row of this chunk of tokens. A rank hit by several tokens gets it again, with the
- * same value. */
-template <class C>
-DEV void ep_dispatch_raise(const C c, const epDispatchArgs &a, uint32_t chunk, uint32_t t0, uint32_t t1, uint32_t gen) {
-  for (uint32_t t = t0; t < t1; t++) {
-    uint32_t owner, sends = ep_dispatch_targets(c, a, t, &owner);
-    if (sends >> p::lane() & 1)
-      ep_raise(c, ep_flag(a.group, owner, a.group.rank, chunk), gen);
+/* A chunk of tokens on its way. In each token's element lane k holds k's owner and weight; sends: the lanes that are the
+ * first of their remote owner. */
+struct epChunk {
+  uint32_t t0, rows;
+  int32_t expert[EP_MAX_CHUNK_ROWS];
+  uint32_t weight[EP_MAX_CHUNK_ROWS];
+  uint32_t owner[EP_MAX_CHUNK_ROWS], sends[EP_MAX_CHUNK_ROWS];
+};
+
+/* Asks for what is known of chunk `index`; nothing waits for the answers yet. */
+template <class C> DEV void ep_chunk_fetch(const C c, const epDispatchArgs &a, uint32_t index, epChunk &k) {
+  uint32_t l = p::lane(), size = epChunkRows(c.rowBytes);
+  const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
+  k.t0 = index * size;
+  k.rows = k.t0 >= a.numTokens ? 0 : a.numTokens - k.t0 < size ? a.numTokens - k.t0 : size;
+#pragma unroll
+  for (uint32_t i = 0; i < size; i++) {
+    uint64_t at = (uint64_t)(k.t0 + i) * c.topk + l;
+    bool there = i < k.rows && l < c.topk;
+    k.expert[i] = there ? p::ldg<int32_t>(topk + at) : -1;
+    k.weight[i] = c.weights && there ? p::as_u32(p::ldg<float>(a.weights + at)) : 0;
   }
 }
 
-/* Issues the loads of a chunk: its rows, and their weights behind each; tokens that stay here are left out. */
-template <class C>
-DEV void ep_dispatch_load_chunk(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, uint32_t t0, uint32_t t1) {
+template <class C> DEV void ep_chunk_targets(const C c, const epDispatchArgs &a, epChunk &k) {
+#pragma unroll
+  for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++) {
+    k.owner[i] = k.expert[i] >= 0 ? (uint32_t)k.expert[i] / (c.experts / c.ranks) : a.group.rank;
+    bool remote = k.owner[i] != a.group.rank;
+    uint32_t mates = p::match_any(p::FULL, remote ? k.owner[i] : ep_lone_key());
+    k.sends[i] = p::ballot(p::FULL, remote && (mates & ep_lanes_below()) == 0);
+  }
+}
+
+/* Issues the loads of the chunk's rows and writes their weights behind each; rows that stay here are left out. */
+template <class C> DEV void ep_chunk_load(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epChunk &k) {
   epConfig plain = ep_plain_config(c);
-  uint32_t l = p::lane(), stride = epRowBufferBytes(&plain), stage = ep_stage(q, n), owner, wanted = 0;
+  uint32_t l = p::lane(), stride = epRowBufferBytes(&plain), stage = ep_stage(q, n), wanted = 0;
   uint32_t weightBytes = c.weights ? epWeightBytes(c.topk) : 0;
-  for (uint32_t t = t0; t < t1; t++)
-    wanted |= (ep_dispatch_targets(c, a, t, &owner) != 0) << (t - t0);
+#pragma unroll
+  for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
+    wanted |= (k.sends[i] != 0) << i;
   ep_stage_free<0>(c);
   ep_stage_expect(q, n, p::popc(wanted) * c.rowBytes);
-  if (l < t1 - t0 && (wanted >> l & 1)) {
+  if (wanted >> l & 1) {
     ep_fence_load(c);
-    p::bulk_g2s(stage + l * stride, a.tokens + (uint64_t)(t0 + l) * c.rowBytes, c.rowBytes, ep_bar(q, n));
+    p::bulk_g2s(stage + l * stride, a.tokens + (uint64_t)(k.t0 + l) * c.rowBytes, c.rowBytes, ep_bar(q, n));
   }
   if (c.weights) {
-    for (uint32_t t = t0; t < t1; t++)
+#pragma unroll
+    for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
       if (4 * l < weightBytes)
-        p::sts<uint32_t>(stage + (t - t0) * stride + c.rowBytes + 4 * l,
-                         l < c.topk ? p::as_u32(p::ldg<float>(a.weights + (uint64_t)t * c.topk + l)) : 0);
+        p::sts<uint32_t>(stage + i * stride + c.rowBytes + 4 * l, k.weight[i]);
     ep_stage_written(c);
   }
 }
 
-/* Stores a chunk, from its stage or straight from the input, to every remote owner of each token. */
-template <class C>
-DEV void ep_dispatch_send_chunk(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, uint32_t t0, uint32_t t1) {
+/* Stores the chunk's rows, from their stage or straight from the input, to every remote owner. */
+template <class C> DEV void ep_chunk_send(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epChunk &k) {
   epConfig plain = ep_plain_config(c);
   uint32_t l = p::lane(), stride = epRowBufferBytes(&plain), weightBytes = c.weights ? epWeightBytes(c.topk) : 0;
-  for (uint32_t t = t0; t < t1; t++) {
-    uint32_t owner, sends = ep_dispatch_targets(c, a, t, &owner);
-    for (; sends; sends &= sends - 1) {
-      uint8_t *to = ep_stage_row(a.group, p::shfl(p::FULL, owner, p::ffs(sends) - 1), a.group.rank, t);
+#pragma unroll
+  for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
+    for (uint32_t sends = k.sends[i]; sends; sends &= sends - 1) {
+      uint32_t dst = p::shfl(p::FULL, k.owner[i], p::ffs(sends) - 1);
+      uint8_t *to = ep_stage_row(a.group, q, dst, a.group.rank, k.t0 + i);
       if (c.bulk) {
         if (l == 0)
-          p::bulk_s2g(to, ep_stage(q, n) + (t - t0) * stride, c.rowBytes + weightBytes);
+          p::bulk_s2g(to, ep_stage(q, n) + i * stride, c.rowBytes + weightBytes);
       } else {
-        ep_row_copy(to, a.tokens + (uint64_t)t * c.rowBytes, c.rowBytes);
-        if (c.weights && l < c.topk)
-          p::stg<float>(to + c.rowBytes + 4 * l, p::ldg<float>(a.weights + (uint64_t)t * c.topk + l));
+        ep_row_copy(to, a.tokens + (uint64_t)(k.t0 + i) * c.rowBytes, c.rowBytes);
+        if (4 * l < weightBytes)
+          p::stg<uint32_t>(to + c.rowBytes + 4 * l, k.weight[i]);
       }
     }
-  }
   if (c.bulk && l == 0)
     p::bulk_commit();
 }
 
-template <class C> DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epPipe &q, uint32_t gen) {
-  uint32_t warps = c.threads / 32, rows = epChunkRows(c.rowBytes), chunks = (a.numTokens + rows - 1) / rows;
-  uint32_t chunk = p::bid() * warps + p::warp(), step = a.pushBlocks * warps;
-  auto first = [&](uint32_t ch) { return ch * rows; };
-  auto end = [&](uint32_t ch) { return ch * rows + rows < a.numTokens ? ch * rows + rows : a.numTokens; };
-  bool any = chunk < chunks;
-  if (c.bulk && any)
-    ep_dispatch_load_chunk(c, a, q, 0, first(chunk), end(chunk));
-  bool ok = ep_wait_credits(c, a.group, gen, EP_PHASE_DISPATCH_CREDIT); /* while the first load is on its way */
-  if (!ok && c.bulk && any)
-    ep_stage_arrived(q, 0);
-  for (uint32_t n = 0; ok && chunk < chunks; chunk += step, n++) {
-    if (c.bug == EP_BUG_SIGNAL_FIRST)
-      ep_dispatch_raise(c, a, chunk, first(chunk), end(chunk), gen);
+/* Without bulk copies a sender raises its chunk's flags itself. */
+template <class C>
+DEV void ep_chunk_raise(const C c, const epDispatchArgs &a, const epPipe &q, const epChunk &k, uint32_t gen) {
+  p::sync_warp();
+#pragma unroll
+  for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
+    if (k.sends[i] >> p::lane() & 1)
+      p::st_release_sys(ep_flag(a.group, q, k.owner[i], a.group.rank, k.t0 / epChunkRows(c.rowBytes)), gen);
+}
+
+/* Sender warp: round r is chunk first + warp + r * step. */
+template <class C>
+DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epPipe &q, uint32_t index, uint32_t rounds, uint32_t gen) {
+  uint32_t step = a.pushBlocks * epSenders(c.threads);
+  epChunk now, next, ahead; /* loaded, being loaded, asked for */
+  ep_chunk_fetch(c, a, index, now);
+  ep_chunk_fetch(c, a, index + step, ahead);
+  ep_chunk_targets(c, a, now);
+  if (c.bulk && now.rows)
+    ep_chunk_load(c, a, q, 0, now);
+  for (uint32_t r = 0; r < rounds; r++, now = next) {
+    next = ahead;
+    index += step;
+    ep_chunk_fetch(c, a, index + step, ahead);
+    ep_chunk_targets(c, a, next);
     if (!c.bulk) {
-      ep_dispatch_send_chunk(c, a, q, n, first(chunk), end(chunk));
-      p::sync_warp();
-      ep_dispatch_raise(c, a, chunk, first(chunk), end(chunk), gen);
+      ep_chunk_send(c, a, q, r, now);
+      ep_chunk_raise(c, a, q, now, gen);
       continue;
     }
-    if (chunk + step < chunks)
-      ep_dispatch_load_chunk(c, a, q, n + 1, first(chunk + step), end(chunk + step));
-    ep_stage_arrived(q, n);
-    ep_dispatch_send_chunk(c, a, q, n, first(chunk), end(chunk));
-    if (n) {
+    if (next.rows)
+      ep_chunk_load(c, a, q, r + 1, next);
+    if (now.rows)
+      ep_stage_arrived(q, r);
+    ep_chunk_send(c, a, q, r, now);
+    if (r) {
       ep_stores_landed<1>(c);
-      ep_dispatch_raise(c, a, chunk - step, first(chunk - step), end(chunk - step), gen);
+      ep_post(r - 1);
     }
   }
-  if (ok && c.bulk && any) {
+  if (c.bulk && rounds) {
     ep_stores_landed<0>(c);
-    ep_dispatch_raise(c, a, chunk - step, first(chunk - step), end(chunk - step), gen);
+    ep_post(rounds - 1);
   }
 }
 
-/* A received row; `entry` is the lane's k. */
+/* Signaller: lane w raises the flags of sender w's chunk, one for each rank that got any of its rows. */
+template <class C>
+DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t first, uint32_t rounds, uint32_t gen) {
+  uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes), l = p::lane();
+  const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
+  for (uint32_t r = 0; r < rounds; r++) {
+    uint32_t chunk = first + r * a.pushBlocks * senders + l, owner[EP_MAX_TOPK];
+    ep_signal_begin(c, r);
+    for (uint32_t i = 0; i < size; i++) {
+      uint32_t t = chunk * size + i;
+      bool there = l < senders && t < a.numTokens;
+#pragma unroll
+      for (uint32_t k = 0; k < c.topk; k++) {
+        int32_t e = there ? p::ldg<int32_t>(topk + (uint64_t)t * c.topk + k) : -1;
+        owner[k] = e >= 0 ? (uint32_t)e / (c.experts / c.ranks) : a.group.rank;
+      }
+#pragma unroll
+      for (uint32_t k = 0; k < c.topk; k++) {
+        bool again = owner[k] == a.group.rank;
+#pragma unroll
+        for (uint32_t j = 0; j < k; j++)
+          again = again || owner[j] == owner[k];
+        if (!again)
+          p::st_relaxed_sys(ep_flag(a.group, q, owner[k], a.group.rank, chunk), gen);
+      }
+    }
+    ep_signal_end(c, r);
+  }
+}
+
+template <class C> DEV void ep_dispatch_senders(const C c, const epDispatchArgs &a, epPipe &q, uint32_t gen) {
+  uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes), first = p::bid() * senders;
+  uint32_t rounds = ep_rounds((a.numTokens + size - 1) / size, first, a.pushBlocks * senders);
+  if (!ep_wait_credits(c, a.group, q, gen, EP_PHASE_DISPATCH_CREDIT))
+    return;
+  if (!ep_is_signaller(c))
+    ep_dispatch_push(c, a, q, first + p::warp(), rounds, gen);
+  else if (c.bulk)
+    ep_dispatch_signal(c, a, q, first, rounds, gen);
+}
+
+/* A received row. Lane k: its entry and, expert-major, the slot it takes; flat: the row's place in all lanes. */
 struct epArrival {
-  uint32_t s, j, token, entry;
+  uint32_t s, j, token, entry, place;
 };
 
 template <class C>
-DEV const uint8_t *ep_dispatch_source(const C c, const epDispatchArgs &a, const epArrival &r) {
+DEV const uint8_t *ep_dispatch_source(const C c, const epDispatchArgs &a, const epPipe &q, const epArrival &r) {
   return r.s == a.group.rank ? a.tokens + (uint64_t)r.token * c.rowBytes
-                             : (const uint8_t *)ep_stage_row(a.group, a.group.rank, r.s, r.token);
+                             : (const uint8_t *)ep_stage_row(a.group, q, a.group.rank, r.s, r.token);
 }
 
 template <class C>
@@ -134,7 +199,7 @@ DEV void ep_dispatch_load_row(const C c, const epDispatchArgs &a, const epPipe &
   if (p::lane() == 0) {
     ep_fence_load(c);
     p::mbar_expect_tx(ep_bar(q, n), bytes);
-    p::bulk_g2s(ep_stage(q, n), ep_dispatch_source(c, a, r), bytes, ep_bar(q, n));
+    p::bulk_g2s(ep_stage(q, n), ep_dispatch_source(c, a, q, r), bytes, ep_bar(q, n));
   }
 }
 
@@ -144,7 +209,7 @@ DEV void ep_dispatch_store(const C c, const epDispatchArgs &a, const epPipe &q, 
                            uint32_t pos) {
   uint8_t *to = a.outTokens + (uint64_t)pos * c.rowBytes;
   if (!c.bulk)
-    ep_row_copy(to, ep_dispatch_source(c, a, r), c.rowBytes);
+    ep_row_copy(to, ep_dispatch_source(c, a, q, r), c.rowBytes);
   else if (p::lane() == 0)
     p::bulk_s2g(to, ep_stage(q, n), c.rowBytes);
 }
@@ -158,11 +223,10 @@ DEV void ep_dispatch_arrange(const C c, const epDispatchArgs &a, const epPipe &q
       weight = p::as_u32(p::ldg<float>(a.weights + (uint64_t)r.token * c.topk + l));
     else
       weight = c.bulk ? p::lds<uint32_t>(ep_stage(q, n) + c.rowBytes + 4 * l)
-                      : p::ldg<uint32_t>(ep_dispatch_source(c, a, r) + c.rowBytes + 4 * l);
+                      : p::ldg<uint32_t>(ep_dispatch_source(c, a, q, r) + c.rowBytes + 4 * l);
   }
   if (c.layout == EP_LAYOUT_KIND_FLAT) {
-    uint32_t pos = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvBase) + r.s) + r.j;
-    pos += c.bug == EP_BUG_SLOT_OFF_BY_ONE && pos + 1 < a.capacity;
+    uint32_t pos = r.place + (c.bug == EP_BUG_SLOT_OFF_BY_ONE && r.place + 1 < a.capacity);
     if (pos < a.capacity) {
       ep_dispatch_store(c, a, q, n, r, pos);
       uint64_t at = (uint64_t)pos * c.topk + l;
@@ -173,8 +237,8 @@ DEV void ep_dispatch_arrange(const C c, const epDispatchArgs &a, const epPipe &q
         p::stg<float>(a.outWeights + at, r.entry == EP_NONE ? 0.0f : p::as_float(weight));
     }
   } else {
-    uint32_t slot = r.entry == EP_NONE ? EP_NONE : ep_slot(c, a.recordLayout, a.record, r.s, r.entry);
-    slot += c.bug == EP_BUG_SLOT_OFF_BY_ONE && slot + 1 < a.capacity;
+    uint32_t slot = r.place;
+    slot += c.bug == EP_BUG_SLOT_OFF_BY_ONE && slot != EP_NONE && slot + 1 < a.capacity;
     bool fits = slot < a.capacity;
     if (fits && c.weights)
       p::stg<float>(a.outWeights + slot, p::as_float(weight));
@@ -230,28 +294,32 @@ DEV bool ep_dispatch_item(const C c, const epDispatchArgs &a, uint64_t items, ui
     const uint32_t *meta = ep_record_meta(c, a.group, a.recordLayout, a.record, r->s, r->j);
     r->token = p::ldg<uint32_t>(meta);
     r->entry = p::lane() < c.topk ? p::ldg<uint32_t>(meta + 1 + p::lane()) : EP_NONE;
+    if (c.layout == EP_LAYOUT_KIND_FLAT)
+      r->place = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvBase) + r->s) + r->j;
+    else
+      r->place = r->entry == EP_NONE ? EP_NONE : ep_slot(c, a.recordLayout, a.record, r->s, r->entry);
     return true;
   }
   return false;
 }
 
 template <class C>
-DEV bool ep_dispatch_ready(const C c, const epDispatchArgs &a, const epArrival &r, uint32_t gen) {
+DEV bool ep_dispatch_ready(const C c, const epDispatchArgs &a, const epPipe &q, const epArrival &r, uint32_t gen) {
   if (r.s == a.group.rank || c.bug == EP_BUG_SKIP_WAIT)
     return true;
-  const uint32_t *flag = ep_flag(a.group, a.group.rank, r.s, r.token / epChunkRows(c.rowBytes));
+  const uint32_t *flag = ep_flag(a.group, q, a.group.rank, r.s, r.token / epChunkRows(c.rowBytes));
   return ep_warp_wait_flag(a.group, flag, gen, EP_PHASE_DISPATCH_ROWS, r.s);
 }
 
 template <class C> DEV void ep_dispatch_epilogue(const C c, const epDispatchArgs &a, epPipe &q, uint32_t gen) {
-  uint32_t warpsPerBlock = c.threads / 32, step = (a.blocks - a.pushBlocks) * warpsPerBlock;
-  uint32_t index = (p::bid() - a.pushBlocks) * warpsPerBlock + p::warp();
+  uint32_t warps = epSenders(c.threads), step = (a.blocks - a.pushBlocks) * warps;
+  uint32_t index = (p::bid() - a.pushBlocks) * warps + p::warp();
   uint64_t items = (uint64_t)ep_most_rows(c, (const uint32_t *)(a.record + a.recordLayout.recvCount)) * c.ranks;
   uint64_t i = index;
   epArrival row, next;
   ep_dispatch_fill(c, a, index, step);
   bool more = ep_dispatch_item(c, a, items, step, &i, &row);
-  if (more && !ep_dispatch_ready(c, a, row, gen))
+  if (more && !ep_dispatch_ready(c, a, q, row, gen))
     return;
   if (more && c.bulk)
     ep_dispatch_load_row(c, a, q, 0, row);
@@ -261,7 +329,7 @@ template <class C> DEV void ep_dispatch_epilogue(const C c, const epDispatchArgs
     if (c.bulk)
       ep_stage_arrived(q, n);
     ep_dispatch_arrange(c, a, q, n, row);
-    if (more && !ep_dispatch_ready(c, a, next, gen))
+    if (more && !ep_dispatch_ready(c, a, q, next, gen))
       return;
     if (more && c.bulk)
       ep_dispatch_load_row(c, a, q, n + 1, next);
@@ -271,13 +339,13 @@ template <class C> DEV void ep_dispatch_epilogue(const C c, const epDispatchArgs
 template <class C> DEV void ep_dispatch(const C c, const epDispatchArgs &a) {
   uint32_t gen = p::ldg<uint32_t>(&ep_state(a.group)->stageGen) + 1;
   bool push = p::bid() < a.pushBlocks;
-  epPipe q = ep_pipe(c);
+  epPipe q = ep_pipe(c, a.group);
   ep_bug_wait_unscheduled(c, a.group, push);
   if (push)
-    ep_dispatch_push(c, a, q, gen);
-  else
+    ep_dispatch_senders(c, a, q, gen);
+  else if (!ep_is_signaller(c))
     ep_dispatch_epilogue(c, a, q, gen);
-  ep_operation_end(c, a.group, gen, a.blocks);
+  ep_operation_end(c, a.group, q, gen, a.blocks);
 }
 
 #endif

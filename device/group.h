@@ -9,12 +9,6 @@
 
 DEV epGroupState *ep_state(const epGroupArgs &g) { return (epGroupState *)(g.scratch + g.scratchLayout.state); }
 DEV uint8_t *ep_window(const epGroupArgs &g, uint32_t rank) { return (uint8_t *)p::ldg<uint64_t>(g.windows + rank); }
-DEV uint32_t *ep_flag(const epGroupArgs &g, uint32_t owner, uint32_t writer, uint32_t chunk) {
-  return (uint32_t *)(ep_window(g, owner) + g.window.stageFlags) + (uint64_t)writer * g.window.chunks + chunk;
-}
-DEV uint8_t *ep_stage_row(const epGroupArgs &g, uint32_t owner, uint32_t writer, uint32_t row) {
-  return ep_window(g, owner) + epStageRow(&g.window, g.stageRows, owner, writer, row);
-}
 DEV uint32_t ep_lanes_below() { return (1u << p::lane()) - 1; }
 /* A key that no other lane has, for lanes that must not match in match_any. */
 DEV uint32_t ep_lone_key() { return 0x80000000u | p::lane(); }

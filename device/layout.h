@@ -46,6 +46,7 @@
 
 #define EP_SECTION_ALIGN 256u
 #define EP_ROW_ALIGN 16u
+#define EP_LINE 128u /* staging rows start on a line: a row that straddles lines crosses the link far slower */
 #define EP_MAX_UPDATE_BLOCKS 64u
 
 /* Limits, each with its reason. */
@@ -104,7 +105,7 @@ EP_HD uint32_t epWeightBytes(uint32_t topk) { return (uint32_t)epAlignUp(4ull * 
 EP_HD epWindowLayout epWindowLayoutOf(epShape s) {
   epWindowLayout w;
   uint64_t at = 0, words = (uint64_t)s.experts / s.ranks + 1;
-  w.stageStride = epAlignUp(s.maxRowBytes, EP_ROW_ALIGN) + epWeightBytes(s.topk);
+  w.stageStride = epAlignUp((uint64_t)s.maxRowBytes + epWeightBytes(s.topk), EP_LINE);
   w.chunks = s.stageRows;
   w.metaWords = 1 + s.topk;
   w.counts = epTake(&at, 2 * 8 * words * s.ranks);

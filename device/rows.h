@@ -1,6 +1,10 @@
 /* What dispatch and combine share: a warp's two stages in shared memory, the credit before a peer's staging is written, the
- * flag after it, and the end of an operation. A warp moves rows alone: its lane 0 issues all bulk stores, so the completion
- * that lane waits for covers them and no other thread takes part in the handshake.
+ * flag after it, and the end of an operation. A sender warp moves rows alone: its lane 0 issues all bulk stores, so the
+ * completion that lane waits for covers them.
+ *
+ * Flags are raised by the block's last warp, the signaller: a release at system scope holds its thread up for the time of
+ * everything the SM has on the link, several microseconds under load, and would stall a sender for each row. Senders work in
+ * rounds, one chunk each; when all chunks of a round have landed, one fence by the signaller covers them.
  *
  * Units of work are numbered n = 0, 1, ... in each warp; unit n uses stage n & 1. The load of unit n + 1 is issued when the
  * stores of unit n - 1 have left its stage: before unit n is stored where nothing has to be waited for, after it where the
@@ -20,28 +24,82 @@ template <class C> DEV epConfig ep_plain_config(const C c) {
 
 struct epPipe {
   uint32_t stages, bars; /* shared memory addresses of the warp's stages and mbarriers */
+  uint32_t table;        /* and of the ranks' window addresses: polls flush the L1, so a table in memory costs a trip each */
   uint32_t stageBytes;
   uint32_t parity; /* a bit a stage */
 };
 
-template <class C> DEV epPipe ep_pipe(const C c) {
-  epConfig plain = ep_plain_config(c);
+template <class C> DEV bool ep_is_signaller(const C c) { return p::warp() == epSenders(c.threads); }
+DEV uint32_t ep_landed_bar(uint32_t round) { return p::smem_base() + EP_VERDICT_BYTES + 8 * (round % EP_SIGNAL_DEPTH); }
+DEV uint32_t ep_signalled_bar(uint32_t round) { return ep_landed_bar(round) + 8 * EP_SIGNAL_DEPTH; }
+DEV uint32_t ep_round_parity(uint32_t round) { return round / EP_SIGNAL_DEPTH & 1; }
+
+/* Whole block. */
+template <class C> DEV epPipe ep_pipe(const C c, const epGroupArgs &g) {
+  uint32_t senders = epSenders(c.threads);
   epPipe q;
-  q.stageBytes = epStageBytes(&plain);
-  q.bars = p::smem_base() + EP_VERDICT_BYTES + 16 * p::warp();
-  q.stages = p::smem_base() + epControlSmem(c.threads / 32) + p::warp() * 2 * q.stageBytes;
+  q.stageBytes = c.stageBytes;
+  q.bars = p::smem_base() + EP_VERDICT_BYTES + 16 * EP_SIGNAL_DEPTH + 16 * p::warp();
+  q.table = p::smem_base() + EP_VERDICT_BYTES + 16 * EP_SIGNAL_DEPTH + 16 * senders;
+  q.stages = p::smem_base() + epControlSmem(senders, c.ranks) + p::warp() * 2 * q.stageBytes;
   q.parity = 0;
-  if (c.bulk) {
-    if (p::lane() == 0) {
+  for (uint32_t r = p::tid(); r < c.ranks; r += c.threads)
+    p::sts<uint64_t>(q.table + 8 * r, p::ldg<uint64_t>(g.windows + r));
+  if (c.bulk && p::lane() == 0) {
+    if (ep_is_signaller(c)) {
+      for (uint32_t i = 0; i < EP_SIGNAL_DEPTH; i++) {
+        p::mbar_init(ep_landed_bar(i), senders);
+        p::mbar_init(ep_signalled_bar(i), 1);
+      }
+    } else {
       p::mbar_init(q.bars, 1);
       p::mbar_init(q.bars + 8, 1);
-      p::fence_mbar_init();
     }
-    p::sync_warp();
+    p::fence_mbar_init();
   }
+  p::sync_threads();
   return q;
 }
 
+/* Sender, whole warp: what it stored in round `round` and before has landed. */
+DEV void ep_post(uint32_t round) {
+  if (p::lane() == 0) {
+    if (round >= EP_SIGNAL_DEPTH)
+      p::mbar_wait(ep_signalled_bar(round), ep_round_parity(round - EP_SIGNAL_DEPTH));
+    p::mbar_arrive(ep_landed_bar(round));
+  }
+}
+
+/* Signaller, whole warp: all rows of a round have landed; relaxed stores of flags may follow. */
+template <class C> DEV void ep_signal_begin(const C c, uint32_t round) {
+  if (c.bug != EP_BUG_SIGNAL_FIRST)
+    p::mbar_wait(ep_landed_bar(round), ep_round_parity(round));
+  p::sync_warp();
+  if (c.bug != EP_BUG_FLAG_RELAXED)
+    p::fence_sys();
+}
+
+template <class C> DEV void ep_signal_end(const C c, uint32_t round) {
+  p::sync_warp();
+  if (c.bug == EP_BUG_SIGNAL_FIRST)
+    p::mbar_wait(ep_landed_bar(round), ep_round_parity(round));
+  if (p::lane() == 0)
+    p::mbar_arrive(ep_signalled_bar(round));
+}
+
+/* Rounds of a block of senders whose first warp starts at item `first`. */
+DEV uint32_t ep_rounds(uint64_t items, uint64_t first, uint32_t step) {
+  return items > first ? (uint32_t)((items - first + step - 1) / step) : 0;
+}
+
+DEV uint8_t *ep_peer(const epPipe &q, uint32_t rank) { return (uint8_t *)p::lds<uint64_t>(q.table + 8 * rank); }
+/* The flag of a chunk, and the staging row, that `writer` writes in the window of `owner`. */
+DEV uint32_t *ep_flag(const epGroupArgs &g, const epPipe &q, uint32_t owner, uint32_t writer, uint32_t chunk) {
+  return (uint32_t *)(ep_peer(q, owner) + g.window.stageFlags) + (uint64_t)writer * g.window.chunks + chunk;
+}
+DEV uint8_t *ep_stage_row(const epGroupArgs &g, const epPipe &q, uint32_t owner, uint32_t writer, uint32_t row) {
+  return ep_peer(q, owner) + epStageRow(&g.window, g.stageRows, owner, writer, row);
+}
 DEV uint32_t ep_stage(const epPipe &q, uint32_t n) { return q.stages + (n & 1) * q.stageBytes; }
 DEV uint32_t ep_bar(const epPipe &q, uint32_t n) { return q.bars + 8 * (n & 1); }
 
@@ -101,30 +159,22 @@ DEV uint4 ep_zero4() {
   return z;
 }
 
-/* Whole warp: every peer has finished reading what operation gen - 1 and earlier left in its staging. */
-template <class C> DEV bool ep_wait_credits(const C c, const epGroupArgs &g, uint32_t gen, uint32_t phase) {
-  const uint32_t *credits = (const uint32_t *)(ep_window(g, g.rank) + g.window.credits);
+/* Whole block: every peer has finished reading what operation gen - 1 and earlier left in its staging. */
+template <class C> DEV bool ep_wait_credits(const C c, const epGroupArgs &g, const epPipe &q, uint32_t gen, uint32_t phase) {
+  const uint32_t *credits = (const uint32_t *)(ep_peer(q, g.rank) + g.window.credits);
   bool ok = true;
-  for (uint32_t r = p::lane(); r < c.ranks && ok && c.bug != EP_BUG_NO_CREDIT; r += 32)
+  for (uint32_t r = p::tid(); r < c.ranks && ok && c.bug != EP_BUG_NO_CREDIT; r += c.threads)
     if (r != g.rank)
       ok = ep_wait_flag(g, credits + r, gen - 1, phase, r);
-  bool all = p::ballot(p::FULL, ok) == p::FULL;
+  ok = ep_block_agrees(ok);
   if (c.bulk) /* the stores that follow are the async proxy's */
     p::fence_proxy_async_global();
-  p::sync_warp();
-  return all;
-}
-
-template <class C> DEV void ep_raise(const C c, uint32_t *flag, uint32_t gen) {
-  if (c.bug == EP_BUG_FLAG_RELAXED)
-    p::st_relaxed_sys(flag, gen);
-  else
-    p::st_release_sys(flag, gen);
+  return ok;
 }
 
 /* Every block of an operation ends here; the last one returns the credits and moves the generation. What was read from
  * staging has arrived in shared memory; output stores that are still on their way end with the kernel. */
-template <class C> DEV void ep_operation_end(const C c, const epGroupArgs &g, uint32_t gen, uint32_t blocks) {
+template <class C> DEV void ep_operation_end(const C c, const epGroupArgs &g, const epPipe &q, uint32_t gen, uint32_t blocks) {
   epGroupState *state = ep_state(g);
   if (c.bulk && p::lane() == 0)
     p::bulk_wait_read<0>();
@@ -133,7 +183,7 @@ template <class C> DEV void ep_operation_end(const C c, const epGroupArgs &g, ui
     return;
   for (uint32_t r = 0; r < c.ranks; r++)
     if (r != g.rank)
-      p::st_release_sys((uint32_t *)(ep_window(g, r) + g.window.credits) + g.rank, gen);
+      p::st_release_sys((uint32_t *)(ep_peer(q, r) + g.window.credits) + g.rank, gen);
   p::stg<uint32_t>(&state->stageDone, 0);
   p::stg<uint32_t>(&state->aborted, 0);
   p::stg<uint32_t>(&state->errorClaimed, 0);

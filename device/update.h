@@ -174,8 +174,8 @@ template <class C> DEV void ep_update_send_flags(const C c, const epUpdateArgs &
   p::sync_threads();
 }
 
-/* Warp 0 writes out[0..n] = exclusive prefix of in(i), out[n] = sum. */
-template <class F> DEV void ep_warp_prefix(uint32_t *out, uint32_t n, F in) {
+/* One warp: shared out[0..n] = exclusive prefix of in(i), out[n] = sum. */
+template <class F> DEV void ep_warp_prefix(uint32_t out, uint32_t n, F in) {
   uint32_t run = 0;
   for (uint32_t b = 0; b < n; b += 32) {
     uint32_t i = b + p::lane(), v = i < n ? in(i) : 0, sum = v;
@@ -185,11 +185,11 @@ template <class F> DEV void ep_warp_prefix(uint32_t *out, uint32_t n, F in) {
         sum += u;
     }
     if (i < n)
-      p::stg<uint32_t>(out + i, run + sum - v);
+      p::sts<uint32_t>(out + 4 * i, run + sum - v);
     run += p::shfl(p::FULL, sum, 31);
   }
   if (p::lane() == 0)
-    p::stg<uint32_t>(out + n, run);
+    p::sts<uint32_t>(out + 4 * n, run);
 }
 
 DEV void ep_put_counter(void *counter, uint32_t wide, uint32_t i, uint32_t value) {
@@ -201,96 +201,131 @@ DEV void ep_put_counter(void *counter, uint32_t wide, uint32_t i, uint32_t value
     p::stg<int32_t>((int32_t *)counter + i, (int32_t)value);
 }
 
-/* Block 0: totals of all sources -> bases, zones, counters, replies. */
-template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, uint32_t gen) {
-  const epRecordLayout &rl = a.recordLayout;
-  uint32_t locals = c.experts / c.ranks, words = locals + 1, me = a.group.rank;
-  uint32_t align = a.align ? a.align : 1;
-  bool flat = c.layout == EP_LAYOUT_KIND_FLAT, ok = true;
-  uint32_t *recvCount = (uint32_t *)(a.record + rl.recvCount), *recvBase = (uint32_t *)(a.record + rl.recvBase);
-  uint32_t *slotBase = (uint32_t *)(a.record + rl.slotBase), *zoneBase = (uint32_t *)(a.record + rl.zoneBase);
-  uint32_t *zoneCount = (uint32_t *)(a.record + rl.zoneCount);
-  const uint64_t *counts =
-      (const uint64_t *)(ep_window(a.group, me) + a.group.window.counts) + (uint64_t)(gen & 1) * c.ranks * words;
+/* Shared memory of the gathering block: counts [R][L], rows [R], zone counts [L], zone bases [L + 1], row bases [R + 1]. */
+struct epGather {
+  uint32_t counts, rows, zoneCount, zoneBase, recvBase;
+};
+
+template <class C> DEV epGather ep_gather(const C c) {
+  uint32_t locals = c.experts / c.ranks;
+  epGather g;
+  g.counts = p::smem_base() + EP_VERDICT_BYTES;
+  g.rows = g.counts + 4 * c.experts;
+  g.zoneCount = g.rows + 4 * c.ranks;
+  g.zoneBase = g.zoneCount + 4 * locals;
+  g.recvBase = g.zoneBase + 4 * (locals + 1);
+  return g;
+}
+
+DEV uint32_t ep_lds(uint32_t array, uint32_t i) { return p::lds<uint32_t>(array + 4 * i); }
+
+/* Whole block: the words of all sources into shared memory. */
+template <class C> DEV bool ep_gather_counts(const C c, const epUpdateArgs &a, const epGather &g, uint32_t gen) {
+  uint32_t locals = c.experts / c.ranks, words = locals + 1;
+  const uint64_t *counts = (const uint64_t *)(ep_window(a.group, a.group.rank) + a.group.window.counts) +
+                           (uint64_t)(gen & 1) * c.ranks * words;
+  bool ok = true;
   for (uint32_t i = p::tid(); i < c.ranks * words && ok; i += c.threads) {
     uint32_t s = i / words, e = i % words, v;
     ok = ep_wait_word(a.group, counts + i, gen, EP_PHASE_UPDATE_COUNTS, s, &v);
     if (ok)
-      p::stg<uint32_t>(e < locals ? slotBase + s * locals + e : recvCount + s, v);
+      p::sts<uint32_t>(e < locals ? g.counts + 4 * (s * locals + e) : g.rows + 4 * s, v);
   }
-  if (!ep_block_agrees(ok))
+  return ep_block_agrees(ok);
+}
+
+/* One thread: the record's header, by which it is known wherever its memory was moved. */
+template <class C> DEV void ep_update_header(const C c, const epUpdateArgs &a, uint32_t gen) {
+  epRecordHeader *h = (epRecordHeader *)(a.record + a.recordLayout.header);
+  p::stg<uint32_t>(&h->magic, EP_RECORD_MAGIC);
+  p::stg<uint32_t>(&h->version, EP_RECORD_VERSION);
+  p::stg<uint32_t>(&h->ranks, c.ranks);
+  p::stg<uint32_t>(&h->experts, c.experts);
+  p::stg<uint32_t>(&h->topk, c.topk);
+  p::stg<uint32_t>(&h->maxTokens, a.group.maxTokens);
+  p::stg<uint32_t>(&h->rank, a.group.rank);
+  p::stg<uint32_t>(&h->layout, c.layout);
+  p::stg<uint32_t>(&h->tokens, a.tokens);
+  p::stg<uint32_t>(&h->align, a.align);
+  p::stg<uint32_t>(&h->generation, gen);
+}
+
+/* Whole block: exact counts for the host; their generation goes last. */
+template <class C>
+DEV void ep_update_host_counts(const C c, const epUpdateArgs &a, const epGather &g, uint32_t rows, uint32_t gen) {
+  uint32_t locals = c.experts / c.ranks;
+  uint32_t *out = (uint32_t *)(a.hostCounts + 1);
+  for (uint32_t s = p::tid(); s < c.ranks; s += c.threads)
+    p::st_relaxed_sys(out + s, ep_lds(g.rows, s));
+  for (uint32_t e = p::tid(); e < locals; e += c.threads) {
+    p::st_relaxed_sys(out + c.ranks + e, ep_lds(g.zoneCount, e));
+    p::st_relaxed_sys(out + c.ranks + locals + e, ep_lds(g.zoneBase, e + 1) - ep_lds(g.zoneBase, e));
+  }
+  p::sync_threads();
+  if (p::tid() == 0) {
+    uint32_t total = 0;
+    for (uint32_t e = 0; e < locals; e++)
+      total += ep_lds(g.zoneCount, e);
+    p::st_relaxed_sys(&a.hostCounts->total, c.layout == EP_LAYOUT_KIND_FLAT ? rows : total);
+    p::st_relaxed_sys(&a.hostCounts->totalPadded, rows);
+    p::st_release_sys(&a.hostCounts->generation, gen);
+  }
+}
+
+/* Block 0: totals of all sources -> bases, zones, counters, replies. */
+template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, uint32_t gen) {
+  const epRecordLayout &rl = a.recordLayout;
+  uint32_t locals = c.experts / c.ranks, words = locals + 1, me = a.group.rank, warps = c.threads / 32;
+  uint32_t align = a.align ? a.align : 1;
+  bool flat = c.layout == EP_LAYOUT_KIND_FLAT;
+  uint32_t *slotBase = (uint32_t *)(a.record + rl.slotBase), *zoneBase = (uint32_t *)(a.record + rl.zoneBase);
+  uint32_t *recvCount = (uint32_t *)(a.record + rl.recvCount), *recvBase = (uint32_t *)(a.record + rl.recvBase);
+  uint32_t *zoneCount = (uint32_t *)(a.record + rl.zoneCount);
+  epGather g = ep_gather(c);
+  if (!ep_gather_counts(c, a, g, gen))
     return;
   for (uint32_t e = p::tid(); e < locals; e += c.threads) {
     uint32_t total = 0;
     for (uint32_t s = 0; s < c.ranks; s++)
-      total += p::ldg<uint32_t>(slotBase + s * locals + e);
-    p::stg<uint32_t>(zoneCount + e, total);
+      total += ep_lds(g.counts, s * locals + e);
+    p::sts<uint32_t>(g.zoneCount + 4 * e, total);
   }
   p::sync_threads();
-  if (p::warp() == 0) {
-    ep_warp_prefix(zoneBase, locals, [&](uint32_t e) {
-      uint32_t n = p::ldg<uint32_t>(zoneCount + e);
-      return (n + align - 1) / align * align;
-    });
-    ep_warp_prefix(recvBase, c.ranks, [&](uint32_t s) { return p::ldg<uint32_t>(recvCount + s); });
-  }
+  if (p::warp() == 0)
+    ep_warp_prefix(g.zoneBase, locals, [&](uint32_t e) { return (ep_lds(g.zoneCount, e) + align - 1) / align * align; });
+  if (p::warp() == 1 % warps)
+    ep_warp_prefix(g.recvBase, c.ranks, [&](uint32_t s) { return ep_lds(g.rows, s); });
   p::sync_threads();
   for (uint32_t e = p::tid(); e < locals; e += c.threads) {
-    uint32_t slot = p::ldg<uint32_t>(zoneBase + e), n = p::ldg<uint32_t>(zoneCount + e);
+    uint32_t slot = ep_lds(g.zoneBase, e), n = ep_lds(g.zoneCount, e), padded = ep_lds(g.zoneBase, e + 1) - slot;
+    p::stg<uint32_t>(zoneBase + e, slot);
+    p::stg<uint32_t>(zoneCount + e, n);
     ep_put_counter(a.expertOffsets, a.expertOffsetsWide, e, slot);
-    ep_put_counter(a.expertCounters, a.expertCountersWide, e, flat ? n : p::ldg<uint32_t>(zoneBase + e + 1) - slot);
+    ep_put_counter(a.expertCounters, a.expertCountersWide, e, flat ? n : padded);
     for (uint32_t s = 0; s < c.ranks; s++) {
-      uint32_t v = p::ldg<uint32_t>(slotBase + s * locals + e);
+      uint64_t *reply = (uint64_t *)(ep_window(a.group, s) + a.group.window.replies);
+      p::st_relaxed_sys(reply + (uint64_t)((gen & 1) * c.ranks + me) * words + e, ep_word(gen, slot));
       p::stg<uint32_t>(slotBase + s * locals + e, slot);
-      slot += v;
+      slot += ep_lds(g.counts, s * locals + e);
     }
   }
-  p::sync_threads();
-  for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
-    uint32_t s = i / words, e = i % words;
-    uint32_t v = p::ldg<uint32_t>(e < locals ? slotBase + s * locals + e : recvBase + s);
+  for (uint32_t s = p::tid(); s < c.ranks; s += c.threads) {
     uint64_t *reply = (uint64_t *)(ep_window(a.group, s) + a.group.window.replies);
-    p::st_relaxed_sys(reply + (uint64_t)((gen & 1) * c.ranks + me) * words + e, ep_word(gen, v));
+    p::st_relaxed_sys(reply + (uint64_t)((gen & 1) * c.ranks + me) * words + locals, ep_word(gen, ep_lds(g.recvBase, s)));
+    p::stg<uint32_t>(recvCount + s, ep_lds(g.rows, s));
+    p::stg<uint32_t>(recvBase + s, ep_lds(g.recvBase, s));
   }
-  uint32_t rows = p::ldg<uint32_t>(flat ? recvBase + c.ranks : zoneBase + locals);
+  uint32_t rows = flat ? ep_lds(g.recvBase, c.ranks) : ep_lds(g.zoneBase, locals);
   if (p::tid() == 0) {
-    epRecordHeader *h = (epRecordHeader *)(a.record + rl.header);
+    p::stg<uint32_t>(zoneBase + locals, ep_lds(g.zoneBase, locals));
+    p::stg<uint32_t>(recvBase + c.ranks, ep_lds(g.recvBase, c.ranks));
     ep_put_counter(a.recvTotal, a.recvTotalWide, 0, rows);
-    p::stg<uint32_t>(&h->magic, EP_RECORD_MAGIC); /* by which a record is known wherever its memory was moved */
-    p::stg<uint32_t>(&h->version, EP_RECORD_VERSION);
-    p::stg<uint32_t>(&h->ranks, c.ranks);
-    p::stg<uint32_t>(&h->experts, c.experts);
-    p::stg<uint32_t>(&h->topk, c.topk);
-    p::stg<uint32_t>(&h->maxTokens, a.group.maxTokens);
-    p::stg<uint32_t>(&h->rank, me);
-    p::stg<uint32_t>(&h->layout, c.layout);
-    p::stg<uint32_t>(&h->tokens, a.tokens);
-    p::stg<uint32_t>(&h->align, a.align);
-    p::stg<uint32_t>(&h->generation, gen);
+    ep_update_header(c, a, gen);
     if (a.budget && rows > a.budget)
       p::st_relaxed_sys(&a.group.error->overflowNeeded, rows);
   }
-  if (a.hostCounts) {
-    uint32_t *out = (uint32_t *)(a.hostCounts + 1);
-    for (uint32_t s = p::tid(); s < c.ranks; s += c.threads)
-      p::st_relaxed_sys(out + s, p::ldg<uint32_t>(recvCount + s));
-    for (uint32_t e = p::tid(); e < locals; e += c.threads) {
-      p::st_relaxed_sys(out + c.ranks + e, p::ldg<uint32_t>(zoneCount + e));
-      p::st_relaxed_sys(out + c.ranks + locals + e, p::ldg<uint32_t>(zoneBase + e + 1) - p::ldg<uint32_t>(zoneBase + e));
-    }
-    p::sync_threads();
-    if (p::tid() == 0) {
-      uint32_t unpadded = p::ldg<uint32_t>(recvBase + c.ranks);
-      if (!flat) {
-        unpadded = 0;
-        for (uint32_t e = 0; e < locals; e++)
-          unpadded += p::ldg<uint32_t>(zoneCount + e);
-      }
-      p::st_relaxed_sys(&a.hostCounts->total, unpadded);
-      p::st_relaxed_sys(&a.hostCounts->totalPadded, rows);
-      p::st_release_sys(&a.hostCounts->generation, gen);
-    }
-  }
+  if (a.hostCounts)
+    ep_update_host_counts(c, a, g, rows, gen);
 }
 
 /* One block: where my rows land at every destination. */
