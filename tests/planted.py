@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""Plants one fault in the kernels and expects ep_bench to fail on it under fixed seeds, with a message that names the cause.
+Without a name: checks that every fault the kernels know has its line in the table below."""
+import argparse
+import re
+import subprocess
+import sys
+
+# What the message must say. Every fault is the emulator's to find, not only a wrong byte at the end.
+CAUSES = {
+    "flag-relaxed": r"stored without release",
+    "no-fence-store": r"fence",
+    "no-fence-load": r"fence",
+    "stage-reuse": r"bulk store",
+    "wait-read": r"bulk store|wait",
+    "signal-first": r"data race",
+    "slot-off-by-one": r"row \d+|outside|nothing wrote",
+    "skip-wait": r"data race|nothing wrote",
+    "no-credit": r"no credit",
+    "no-grid-barrier": r"data race",
+    "wait-unscheduled": r"resident|never|deadlock|timed out",
+}
+
+
+def run(bench, *more):
+    done = subprocess.run([bench] + list(more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+    return done.returncode, done.stdout
+
+
+def check(bench, name, layout):
+    code, text = run(bench, "--backend", "emu", "--topology", "1x4", "--tokens", "16", "--hidden", "512", "--topk", "4",
+                     "--experts", "16", "--layout", layout, "--seed", "1", "--schedules", "10", "--check",
+                     "--bug", name)
+    print(text)
+    if code != 1:
+        return "%s, %s: exit status %d instead of 1" % (name, layout, code)
+    if not re.search(CAUSES[name], text):
+        return "%s, %s: the message does not name the cause (%s)" % (name, layout, CAUSES[name])
+    return None
+
+
+def main():
+    args = argparse.ArgumentParser()
+    args.add_argument("bench")
+    args.add_argument("names", nargs="*")
+    a = args.parse_args()
+    wrong = []
+    for name in a.names:
+        wrong += [w for w in (check(a.bench, name, layout) for layout in ("flat", "expert-major")) if w]
+    if not a.names:
+        known = set(run(a.bench, "--bug", "list")[1].split()) - {"none"}
+        wrong = ["not in the table: " + n for n in known ^ set(CAUSES)]
+    for w in wrong:
+        print(w)
+    return 1 if wrong else 0
+
+
+sys.exit(main())
