@@ -22,6 +22,9 @@
 #define typeof(x) cuda::std::remove_reference_t<decltype(x)>
 #define ACCESS_ONCE(x) (*(volatile cuda::std::remove_reference_t<decltype(x)> *)&(x))
 
+/* EFA's header of NCCL 2.32 ends a struct with an array of no length, which NVRTC refuses. */
+#define NCCL_GIN_EFA_GDA_ENABLE 0
+
 /* loadConst picks a load by size in branches that only a GNU compiler drops unread; overloads found first avoid them.
  */
 #include <nccl_device/utility.h>

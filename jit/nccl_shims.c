@@ -25,34 +25,39 @@ static const char kernelTypes[] = "#pragma once\n"
                                   "typedef uint16_t __be16;\n"
                                   "typedef uint32_t __be32;\n"
                                   "typedef uint64_t __be64;\n";
+static const char typeTraits[] = "#pragma once\n"
+                                 "#include <cuda/std/type_traits>\n"
+                                 "namespace std { using namespace cuda::std; }\n";
 static const char algorithm[] = "#pragma once\n"
-                                "#include <cuda/std/algorithm>\n"
+                                "#include <cuda/std/__algorithm/max.h>\n" /* CUDA 13.0 has no <cuda/std/algorithm> */
+                                "#include <cuda/std/__algorithm/min.h>\n"
                                 "namespace std { using cuda::std::min; using cuda::std::max; }\n";
 
-#define SHIMS(X)            \
-  X("assert.h", empty)      \
-  X("errno.h", empty)       \
-  X("float.h", empty)       \
-  X("inttypes.h", empty)    \
-  X("limits.h", empty)      \
-  X("math.h", empty)        \
-  X("new", empty)           \
-  X("stdbool.h", empty)     \
-  X("stddef.h", empty)      \
-  X("stdio.h", empty)       \
-  X("stdlib.h", empty)      \
-  X("string.h", empty)      \
-  X("time.h", empty)        \
-  X("unistd.h", empty)      \
-  X("sys/types.h", empty)   \
-  X("stdint.h", integers)   \
-  X("cassert", integers)    \
-  X("cstddef", integers)    \
-  X("cstdint", integers)    \
-  X("cstdio", integers)     \
-  X("cstdlib", integers)    \
-  X("cstring", integers)    \
-  X("algorithm", algorithm) \
+#define SHIMS(X)               \
+  X("assert.h", empty)         \
+  X("errno.h", empty)          \
+  X("float.h", empty)          \
+  X("inttypes.h", empty)       \
+  X("limits.h", empty)         \
+  X("math.h", empty)           \
+  X("new", empty)              \
+  X("stdbool.h", empty)        \
+  X("stddef.h", empty)         \
+  X("stdio.h", empty)          \
+  X("stdlib.h", empty)         \
+  X("string.h", empty)         \
+  X("time.h", empty)           \
+  X("unistd.h", empty)         \
+  X("sys/types.h", empty)      \
+  X("stdint.h", integers)      \
+  X("cassert", integers)       \
+  X("cstddef", integers)       \
+  X("cstdint", integers)       \
+  X("cstdio", integers)        \
+  X("cstdlib", integers)       \
+  X("cstring", integers)       \
+  X("type_traits", typeTraits) \
+  X("algorithm", algorithm)    \
   X("linux/types.h", kernelTypes)
 
 #define X(name, text) name,

@@ -10,6 +10,9 @@
 #include <nccl.h>
 #include <nccl_device/core.h>
 #include <nccl_device/impl/core__types.h>
+#if __has_include(<nccl_device/host.h>) // since NCCL 2.31 or 2.32
+#include <nccl_device/host.h>
+#endif
 
 #include "cuda_driver.h"
 #include "cuda_nccl.h"
