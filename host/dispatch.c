@@ -21,14 +21,14 @@ epConfig epMoveConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk,
   return c;
 }
 
-ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *g, const char *tensor, uint64_t hidden,
+ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t hidden,
                         ncclDataType_t type, uint32_t *rowBytes) {
   uint64_t bytes = hidden * epTypeBytes(type);
-  if (hidden < 1 || hidden > EP_MAX_ROW_BYTES || bytes % EP_ROW_ALIGN || bytes > g->shape.maxRowBytes)
+  if (hidden < 1 || hidden > EP_MAX_ROW_BYTES || bytes % EP_ROW_ALIGN || bytes > group->shape.maxRowBytes)
     return epFail(ncclInvalidArgument,
                   "%s: a row of %s has %llu bytes (%llu %s): expected a multiple of %u, at most max_token_bytes, %u",
                   name, tensor, (unsigned long long)bytes, (unsigned long long)hidden, epTypeName(type), EP_ROW_ALIGN,
-                  g->shape.maxRowBytes);
+                  group->shape.maxRowBytes);
   *rowBytes = (uint32_t)bytes;
   return ncclSuccess;
 }

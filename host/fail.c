@@ -43,7 +43,7 @@ void epLog(epLogLevel level, const char *format, ...) {
   epWriteLine(level, line);
 }
 
-ncclResult_t epFail(ncclResult_t code, const char *format, ...) {
+ncclResult_t(epFail)(ncclResult_t code, const char *format, ...) {
   char line[EP_LINE_BYTES]; /* apart, because an argument may be the last error itself */
   va_list args;
   va_start(args, format);

@@ -9,7 +9,7 @@ static const char call[] = "ncclEpGetHandleMetadata";
 
 /* Host copy of a section of the record. */
 static ncclResult_t epSection(struct ncclEpHandle *h, uint64_t offset, size_t bytes, void **out) {
-  void *copy = malloc(bytes ? bytes : 1);
+  void *copy = calloc(1, bytes ? bytes : 1);
   ncclResult_t r = ncclSuccess;
   if (!copy) return epFail(ncclSystemError, "%s: out of host memory", call);
   if (bytes) r = h->group->be->ops->copyToHost(h->group->be, copy, h->record + offset, bytes);

@@ -10,12 +10,12 @@
 #define EP_PUSH_BLOCKS_DISPATCH 24u
 #define EP_PUSH_BLOCKS_COMBINE_FLAT 32u
 
-/* Warps of a block that moves rows, beside the signaller: 8 with two stages of a whole row each were faster than 16 or 24
- * with smaller stages (combine from expert-major, T = 4096: 267, 293 and 338 us). */
+/* Warps of a block that moves rows, beside the signaller: 8 with two stages of a whole row each were faster than 16 or
+ * 24 with smaller stages (combine from expert-major, T = 4096: 267, 293 and 338 us). */
 #define EP_MOVE_WARPS 8u
 #define EP_UPDATE_THREADS 512u
-/* Few large blocks: each reads the histograms of all before it, so more blocks cost more than they save. 128 tokens are 8 a
- * warp. */
+/* Few large blocks: each reads the histograms of all before it, so more blocks cost more than they save. 128 tokens are
+ * 8 a warp. */
 #define EP_UPDATE_TOKENS_A_BLOCK 128u
 #define EP_EMU_UPDATE_TOKENS_A_BLOCK 8u /* there blocks are for meeting each other */
 /* On the emulated fabric a thread is a fiber: two warps a block are what its checks need, more cost only time. */

@@ -146,9 +146,9 @@ ncclResult_t epCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *in, c
 epConfig epUpdateConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t indexBytes);
 epConfig epMoveConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t rowBytes, uint32_t dtype,
                       int weights);
-ncclResult_t epCombineType(const char *call, ncclDataType_t type, uint32_t *dtype);
-/* Rows of tokens: bytes of one, checked against 16 and the group's limit. */
-ncclResult_t epRowBytes(const char *call, const struct ncclEpGroup *group, const char *name, uint64_t hidden,
+ncclResult_t epCombineType(const char *name, ncclDataType_t type, uint32_t *dtype);
+/* Bytes of a row of `tensor`, checked against 16 and the group's limit; `name` is the call. */
+ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t hidden,
                         ncclDataType_t type, uint32_t *rowBytes);
 
 /* ---- counts.c */

@@ -9,33 +9,34 @@ uint32_t epLargestTopk(uint32_t maxTokens) {
   return most < EP_MAX_TOPK ? most : EP_MAX_TOPK;
 }
 
-ncclResult_t epShapeOf(const char *call, const epSizeRequest *q, epShape *shape) {
-  uint32_t topk = q->topk ? q->topk : epLargestTopk(q->maxTokens), locals;
-  if (q->ranks < 1 || q->ranks > EP_MAX_RANKS)
-    return epFail(ncclInvalidArgument, "%s: the communicator has %u ranks: expected 1 to %u", call, q->ranks,
+ncclResult_t epShapeOf(const char *call, const epSizeRequest *request, epShape *shape) {
+  uint32_t topk = request->topk ? request->topk : epLargestTopk(request->maxTokens), locals;
+  if (request->ranks < 1 || request->ranks > EP_MAX_RANKS)
+    return epFail(ncclInvalidArgument, "%s: the communicator has %u ranks: expected 1 to %u", call, request->ranks,
                   EP_MAX_RANKS);
-  if (q->experts < 1 || q->experts > EP_MAX_EXPERTS || q->experts % q->ranks)
+  if (request->experts < 1 || request->experts > EP_MAX_EXPERTS || request->experts % request->ranks)
     return epFail(ncclInvalidArgument, "%s: num_experts is %u: expected a multiple of the %u ranks, at most %u", call,
-                  q->experts, q->ranks, EP_MAX_EXPERTS);
-  if (q->maxTokens < 1 || q->maxTokens > EP_MAX_ENTRIES)
-    return epFail(ncclInvalidArgument, "%s: max_dispatch_tokens_per_rank is %u: expected 1 to %u", call, q->maxTokens,
-                  EP_MAX_ENTRIES);
+                  request->experts, request->ranks, EP_MAX_EXPERTS);
+  if (request->maxTokens < 1 || request->maxTokens > EP_MAX_ENTRIES)
+    return epFail(ncclInvalidArgument, "%s: max_dispatch_tokens_per_rank is %u: expected 1 to %u", call,
+                  request->maxTokens, EP_MAX_ENTRIES);
   if (topk < 1 || topk > EP_MAX_TOPK)
     return epFail(ncclInvalidArgument, "%s: num_topk is %u: expected 1 to %u", call, topk, EP_MAX_TOPK);
-  if (topk > epLargestTopk(q->maxTokens))
+  if (topk > epLargestTopk(request->maxTokens))
     return epFail(ncclInvalidArgument,
                   "%s: max_dispatch_tokens_per_rank %u times num_topk %u is %llu: expected at most %u", call,
-                  q->maxTokens, topk, (unsigned long long)q->maxTokens * topk, EP_MAX_ENTRIES);
-  if (q->rowBytes < 1 || q->rowBytes > EP_MAX_ROW_BYTES || q->rowBytes % EP_ROW_ALIGN)
+                  request->maxTokens, topk, (unsigned long long)request->maxTokens * topk, EP_MAX_ENTRIES);
+  if (request->rowBytes < 1 || request->rowBytes > EP_MAX_ROW_BYTES || request->rowBytes % EP_ROW_ALIGN)
     return epFail(ncclInvalidArgument, "%s: a row of tokens has %llu bytes: expected a multiple of %u, at most %u",
-                  call, (unsigned long long)q->rowBytes, EP_ROW_ALIGN, EP_MAX_ROW_BYTES);
-  locals = q->experts / q->ranks;
-  shape->ranks = q->ranks;
-  shape->experts = q->experts;
+                  call, (unsigned long long)request->rowBytes, EP_ROW_ALIGN, EP_MAX_ROW_BYTES);
+  locals = request->experts / request->ranks;
+  shape->ranks = request->ranks;
+  shape->experts = request->experts;
   shape->topk = topk;
-  shape->maxTokens = q->maxTokens;
-  shape->stageRows = q->multipleReductions ? q->maxTokens : q->maxTokens * (topk < locals ? topk : locals);
-  shape->maxRowBytes = (uint32_t)q->rowBytes;
+  shape->maxTokens = request->maxTokens;
+  shape->stageRows =
+      request->multipleReductions ? request->maxTokens : request->maxTokens * (topk < locals ? topk : locals);
+  shape->maxRowBytes = (uint32_t)request->rowBytes;
   return ncclSuccess;
 }
 

@@ -135,7 +135,9 @@ template <class T> static inline T ncclEpStructInitVersion(unsigned int magic, u
 #endif
 
 /* First byte after a field, and whether the struct behind a pointer reaches that far. */
+/* NOLINTBEGIN(bugprone-sizeof-expression): a field may be a pointer, and its own size is meant */
 #define NCCL_EP_FIELD_END(type_, field_) ((unsigned int)(offsetof(type_, field_) + sizeof(((type_ *)0)->field_)))
+/* NOLINTEND(bugprone-sizeof-expression) */
 #define NCCL_EP_HAS_FIELD(ptr_, type_, field_) ((ptr_) != NULL && (ptr_)->size >= NCCL_EP_FIELD_END(type_, field_))
 
 #if defined(__cplusplus)
