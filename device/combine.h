@@ -82,9 +82,15 @@ struct epJob {
   uint32_t piece; /* bytes of a row that a stage holds of each part */
 };
 
+/* Equal pieces, on line boundaries where they are not tiny. */
 template <class C> DEV void ep_job_pieces(const C c, const epPipe &q, epJob &job) {
-  uint32_t count = p::popc(job.sum.parts);
-  job.piece = !c.bulk || count * c.rowBytes <= q.stageBytes ? c.rowBytes : q.stageBytes / count & ~(EP_ROW_ALIGN - 1);
+  uint32_t count = p::popc(job.sum.parts), most = count ? q.stageBytes / count : q.stageBytes;
+  job.piece = c.rowBytes;
+  if (!c.bulk || c.rowBytes <= most)
+    return;
+  uint32_t unit = most >= 4 * EP_LINE ? EP_LINE : EP_ROW_ALIGN;
+  uint32_t pieces = (c.rowBytes + most / unit * unit - 1) / (most / unit * unit);
+  job.piece = ((c.rowBytes + pieces - 1) / pieces + unit - 1) / unit * unit;
 }
 
 /* Issues the loads of the piece at byte `at` of every part, as unit n. */
@@ -251,8 +257,16 @@ DEV void ep_combine_push(const C c, const epCombineArgs &a, epPipe &q, uint64_t 
       ep_job_load(c, q, n + 1, next, offset);
     ep_stage_arrived(q, n);
     ep_job_store(c, q, n, job, at);
-    ep_stores_landed<1>(c);
-    for (; posted < its; posted++) /* all but this piece: every earlier round */
+    if (at + job.piece < c.rowBytes || posted == its)
+      continue;
+    /* The row's last piece is on its way: its own pieces, three at most, need not have landed for earlier rounds to. */
+    if (at == 0)
+      ep_stores_landed<1>(c);
+    else if (at == job.piece)
+      ep_stores_landed<2>(c);
+    else
+      ep_stores_landed<3>(c);
+    for (; posted < its; posted++)
       ep_post(posted);
   }
   ep_stores_landed<0>(c);
@@ -336,16 +350,17 @@ DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &
 template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a, epPipe &q, uint32_t gen) {
   uint32_t warps = epSenders(c.threads), step = (a.blocks - a.pushBlocks) * warps;
   uint32_t t = (p::bid() - a.pushBlocks) * warps + p::warp(), offset = 0, nextOffset = 0;
+  uint32_t tokens = ep_tokens(a.recordLayout, a.record, a.numTokens);
   epJob job, next;
   if (!c.bulk) {
-    for (; t < a.numTokens; t += step) {
+    for (; t < tokens; t += step) {
       if (!ep_combine_reduce_job(c, a, q, t, gen, job))
         return;
       ep_job_run(c, job);
     }
     return;
   }
-  bool more = t < a.numTokens;
+  bool more = t < tokens;
   if (more && !ep_combine_reduce_job(c, a, q, t, gen, job))
     return;
   if (more)
@@ -356,7 +371,7 @@ template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a,
     if (nextOffset >= c.rowBytes) {
       nextOffset = 0;
       t += step;
-      more = t < a.numTokens;
+      more = t < tokens;
       if (more && !ep_combine_reduce_job(c, a, q, t, gen, next)) {
         ep_stage_arrived(q, n);
         return;

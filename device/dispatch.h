@@ -25,11 +25,11 @@ struct epChunk {
 };
 
 /* Asks for what is known of chunk `index`; nothing waits for the answers yet. */
-template <class C> DEV void ep_chunk_fetch(const C c, const epDispatchArgs &a, uint32_t index, epChunk &k) {
+template <class C> DEV void ep_chunk_fetch(const C c, const epDispatchArgs &a, uint32_t tokens, uint32_t index, epChunk &k) {
   uint32_t l = p::lane(), size = epChunkRows(c.rowBytes);
   const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
   k.t0 = index * size;
-  k.rows = k.t0 >= a.numTokens ? 0 : a.numTokens - k.t0 < size ? a.numTokens - k.t0 : size;
+  k.rows = k.t0 >= tokens ? 0 : tokens - k.t0 < size ? tokens - k.t0 : size;
 #pragma unroll
   for (uint32_t i = 0; i < size; i++) {
     uint64_t at = (uint64_t)(k.t0 + i) * c.topk + l;
@@ -106,18 +106,19 @@ DEV void ep_chunk_raise(const C c, const epDispatchArgs &a, const epPipe &q, con
 
 /* Sender warp: round r is chunk first + warp + r * step. */
 template <class C>
-DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epPipe &q, uint32_t index, uint32_t rounds, uint32_t gen) {
+DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epPipe &q, uint32_t tokens, uint32_t index, uint32_t rounds,
+                          uint32_t gen) {
   uint32_t step = a.pushBlocks * epSenders(c.threads);
   epChunk now, next, ahead; /* loaded, being loaded, asked for */
-  ep_chunk_fetch(c, a, index, now);
-  ep_chunk_fetch(c, a, index + step, ahead);
+  ep_chunk_fetch(c, a, tokens, index, now);
+  ep_chunk_fetch(c, a, tokens, index + step, ahead);
   ep_chunk_targets(c, a, now);
   if (c.bulk && now.rows)
     ep_chunk_load(c, a, q, 0, now);
   for (uint32_t r = 0; r < rounds; r++, now = next) {
     next = ahead;
     index += step;
-    ep_chunk_fetch(c, a, index + step, ahead);
+    ep_chunk_fetch(c, a, tokens, index + step, ahead);
     ep_chunk_targets(c, a, next);
     if (!c.bulk) {
       ep_chunk_send(c, a, q, r, now);
@@ -142,7 +143,8 @@ DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epPipe &q, uint32_
 
 /* Signaller: lane w raises the flags of sender w's chunk, one for each rank that got any of its rows. */
 template <class C>
-DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t first, uint32_t rounds, uint32_t gen) {
+DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t tokens, uint32_t first,
+                            uint32_t rounds, uint32_t gen) {
   uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes), l = p::lane();
   const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
   for (uint32_t r = 0; r < rounds; r++) {
@@ -150,7 +152,7 @@ DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q,
     ep_signal_begin(c, r);
     for (uint32_t i = 0; i < size; i++) {
       uint32_t t = chunk * size + i;
-      bool there = l < senders && t < a.numTokens;
+      bool there = l < senders && t < tokens;
 #pragma unroll
       for (uint32_t k = 0; k < c.topk; k++) {
         int32_t e = there ? p::ldg<int32_t>(topk + (uint64_t)t * c.topk + k) : -1;
@@ -172,13 +174,14 @@ DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q,
 
 template <class C> DEV void ep_dispatch_senders(const C c, const epDispatchArgs &a, epPipe &q, uint32_t gen) {
   uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes), first = p::bid() * senders;
-  uint32_t rounds = ep_rounds((a.numTokens + size - 1) / size, first, a.pushBlocks * senders);
+  uint32_t tokens = ep_tokens(a.recordLayout, a.record, a.numTokens);
+  uint32_t rounds = ep_rounds((tokens + size - 1) / size, first, a.pushBlocks * senders);
   if (!ep_wait_credits(c, a.group, q, gen, EP_PHASE_DISPATCH_CREDIT))
     return;
   if (!ep_is_signaller(c))
-    ep_dispatch_push(c, a, q, first + p::warp(), rounds, gen);
+    ep_dispatch_push(c, a, q, tokens, first + p::warp(), rounds, gen);
   else if (c.bulk)
-    ep_dispatch_signal(c, a, q, first, rounds, gen);
+    ep_dispatch_signal(c, a, q, tokens, first, rounds, gen);
 }
 
 /* A received row. Lane k: its entry and, expert-major, the slot it takes; flat: the row's place in all lanes. */
@@ -252,6 +255,10 @@ DEV void ep_dispatch_arrange(const C c, const epDispatchArgs &a, const epPipe &q
 /* What depends on the counts alone: zero rows of padded zones, or the tail of the index and weight tensors. */
 template <class C> DEV void ep_dispatch_fill(const C c, const epDispatchArgs &a, uint32_t index, uint32_t warps) {
   const epRecordLayout &rl = a.recordLayout;
+  const uint32_t *total = c.layout == EP_LAYOUT_KIND_FLAT ? (const uint32_t *)(a.record + rl.recvBase) + c.ranks
+                                                          : (const uint32_t *)(a.record + rl.zoneBase) + c.experts / c.ranks;
+  if (index == 0 && p::lane() == 0 && p::ldg<uint32_t>(total) > a.capacity)
+    p::st_relaxed_sys(&a.group.error->overflowNeeded, p::ldg<uint32_t>(total));
   if (c.layout == EP_LAYOUT_KIND_FLAT) {
     if (!a.fillTail)
       return;
@@ -281,14 +288,16 @@ template <class C> DEV void ep_dispatch_fill(const C c, const epDispatchArgs &a,
   }
 }
 
-/* The epilogue's work list: row j of every source in turn, own rank first, so that a warp meets rows in the order in which
- * they arrive. Skips what a source does not have; the same in all lanes. */
+/* The epilogue's work list: row j of every source in turn, so that a warp meets rows in the order in which they arrive. The
+ * turn shifts with each pass over the warps: every warp then alternates between its own rank's rows and others', and the
+ * local work, which could run at once, is spread over the time that the link needs. Skips what a source does not have; the
+ * same in all lanes. */
 template <class C>
 DEV bool ep_dispatch_item(const C c, const epDispatchArgs &a, uint64_t items, uint32_t step, uint64_t *i, epArrival *r) {
   const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
   for (; *i < items; *i += step) {
-    r->s = (uint32_t)((a.group.rank + *i) % c.ranks);
     r->j = (uint32_t)(*i / c.ranks);
+    r->s = (uint32_t)((a.group.rank + *i + r->j / ((step + c.ranks - 1) / c.ranks)) % c.ranks);
     if (r->j >= p::ldg<uint32_t>(recvCount + r->s))
       continue;
     const uint32_t *meta = ep_record_meta(c, a.group, a.recordLayout, a.record, r->s, r->j);

@@ -201,6 +201,12 @@ template <class C> DEV void ep_bug_wait_unscheduled(const C c, const epGroupArgs
     p::st_release_sys(&ep_state(g)->epilogueStarted, 1);
 }
 
+/* Tokens of the routing, never more than the record holds: a caller may bring a record of fewer than its tensor. */
+DEV uint32_t ep_tokens(const epRecordLayout &rl, const uint8_t *record, uint32_t given) {
+  uint32_t held = p::ldg<uint32_t>(&((const epRecordHeader *)(record + rl.header))->tokens);
+  return held < given ? held : given;
+}
+
 /* Meta row j of source s in the record. */
 template <class C>
 DEV const uint32_t *ep_record_meta(const C c, const epGroupArgs &g, const epRecordLayout &rl, const uint8_t *record,
