@@ -173,6 +173,7 @@ static ncclResult_t launch(epBackend *be, epKernel *k, const epLaunch *l, cudaSt
   StreamOp op{StreamOp::Kernel};
   op.name = kernelName(kernel->id);
   op.body = kernelBody(kernel->id, kernel->config, l->args, l->argBytes);
+  op.together = kernel->id == EP_KERNEL_UPDATE; // it alone has a barrier of the grid
   op.blocks = l->blocks, op.threads = l->threads, op.sharedBytes = l->smemBytes;
   if (!op.body) return fail(ncclInternalError, "launch of %s with %zu bytes of arguments", op.name.c_str(), l->argBytes);
   c.fabric().queue(c.b->rank, s, std::move(op));

@@ -42,14 +42,14 @@ void Engine::join(Fiber **fs, u32 n) {
       if (views < 16) seen[views++] = {f->view.get(), f->viewSharedFenced, f->viewGlobalFenced};
     }
     absorbOwn(*v, f);
-    known = joiner.join(known, f->known);
-    fencedKnown = joiner.join(fencedKnown, f->fencedKnown);
+    if (!(f->known == known)) known = joiner.join(known, f->known);
+    if (!(f->fencedKnown == fencedKnown)) fencedKnown = joiner.join(fencedKnown, f->fencedKnown);
   }
   for (u32 i = 0; i < n; i++) {
     fs[i]->view = v;
     fs[i]->viewSharedFenced = fs[i]->viewGlobalFenced = false;
-    fs[i]->known = known;
-    fs[i]->fencedKnown = fencedKnown;
+    if (!(fs[i]->known == known)) fs[i]->known = known;
+    if (!(fs[i]->fencedKnown == fencedKnown)) fs[i]->fencedKnown = fencedKnown;
     fs[i]->epoch++;
   }
 }
@@ -57,7 +57,8 @@ void Engine::join(Fiber **fs, u32 n) {
 void Engine::warpCollective(Collective kind, u32 mask, u32 value, u32 source, u32 *result) {
   Fiber *f = cur;
   Warp *w = f->warp;
-  f->value = value, f->source = source, f->collective = kind, f->mask = mask;
+  w->value[f->lane] = value, w->source[f->lane] = source;
+  f->collective = kind, f->mask = mask;
   u32 bit = 1u << f->lane;
   const char *name = names[int(kind)];
   if (!(mask & bit)) report(Fault::Collective, 1, "%s: %s, calling lane not in mask %08x", me(0).c_str(), name, mask);
@@ -78,31 +79,28 @@ void Engine::warpCollective(Collective kind, u32 mask, u32 value, u32 source, u3
   c->arrived |= bit;
   if (c->arrived != mask) {
     block(State::Collective);
-    if (result) *result = f->result;
+    if (result) *result = w->result[f->lane];
     return;
   }
   Fiber *part[32];
   u32 n = 0, votes = 0;
   for (u32 m = mask; m; m &= m - 1) {
-    Fiber *g = w->fiber[__builtin_ctz(m)];
-    part[n++] = g;
-    if (g->value) votes |= 1u << g->lane;
+    u32 lane = u32(__builtin_ctz(m));
+    part[n++] = w->fiber[lane];
+    if (w->value[lane]) votes |= 1u << lane;
   }
-  for (u32 i = 0; i < n; i++) {
-    Fiber *g = part[i];
+  for (u32 m = mask; m; m &= m - 1) {
+    u32 lane = u32(__builtin_ctz(m));
     if (kind == Collective::Ballot)
-      g->result = votes;
+      w->result[lane] = votes;
     else if (kind == Collective::Shfl) {
-      if (mask >> g->source & 1)
-        g->result = w->fiber[g->source]->value;
-      else {
-        report(Fault::Collective, 4, "%s: shfl reads lane %u outside mask %08x", me(0).c_str(), g->source, mask);
-        g->result = 0xDEADBEEF;
-      }
+      bool in = mask >> w->source[lane] & 1;
+      if (!in) report(Fault::Collective, 4, "%s: shfl reads lane %u outside mask %08x", me(0).c_str(), w->source[lane], mask);
+      w->result[lane] = in ? w->value[w->source[lane]] : 0xDEADBEEF;
     } else if (kind == Collective::Match) {
-      g->result = 0;
-      for (u32 j = 0; j < n; j++)
-        if (part[j]->value == g->value) g->result |= 1u << part[j]->lane;
+      w->result[lane] = 0;
+      for (u32 o = mask; o; o &= o - 1)
+        if (w->value[__builtin_ctz(o)] == w->value[lane]) w->result[lane] |= o & (0u - o);
     }
   }
   if (kind == Collective::SyncWarp) join(part, n);
@@ -110,7 +108,7 @@ void Engine::warpCollective(Collective kind, u32 mask, u32 value, u32 source, u3
   w->open.pop_back();
   for (u32 i = 0; i < n; i++)
     if (part[i] != f) wake(part[i]);
-  if (result) *result = f->result;
+  if (result) *result = w->result[f->lane];
 }
 
 void Engine::barrier(u32 id, u32 count, bool wait) {

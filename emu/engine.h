@@ -78,7 +78,7 @@ struct Fiber {
   u32 bulkGroup, bulkSlot, bulkIssued, bulkReadDone, bulkWriteDone;
   // what it waits for
   Collective collective;
-  u32 mask, value, source, result;
+  u32 mask;
   u32 waitOn;
   std::vector<PolledWord> polled;
   size_t parkedAt;
@@ -94,6 +94,7 @@ struct Warp {
   int position; // in the list of ready warps, -1 when not there
   bool starved;
   Fiber *fiber[32];
+  u32 value[32], source[32], result[32]; // of the collective a lane is in
   std::vector<OpenCollective> open;
 };
 struct NamedBarrier {
@@ -140,7 +141,9 @@ struct Launch {
   std::string name;
   std::function<void()> body;
   u32 blocks, threads, sharedBytes;
+  u32 residentLimit = ~0u; // blocks at a time: other work may hold SMs
   u32 started = 0, finished = 0;
+  std::string suspect; // set when it went on only because more blocks were admitted
   KnownRef initial, known;
   std::vector<Block *> live;
   std::vector<std::pair<u32, u32>> identities; // of blocks that ended, with their last epochs
@@ -185,6 +188,7 @@ public:
   bool advanceClock();        // lets timed waits expire; false when that is of no use
   void reportStuck();
   void abandon();             // drops all launches
+  bool liftLimits();          // admits the blocks that a launch's own limit keeps out; true when there were any
   void checkResidency();
   void addStream(Stream *s, const KnownRef &known);
   void removeStream(Stream *s);
@@ -300,7 +304,8 @@ private:
   std::vector<std::deque<Launch *>> waiting;  // by rank: launches with blocks to start
   std::vector<u32> resident;                  // by rank
   u32 liveLaunches = 0, liveFibers = 0;
-  bool wantMain = false, scanStreams = true;
+  bool wantMain = false, scanStreams = true, hopeless = false;
+  u32 sharedAccesses = 0;
   u32 idleRounds = 0, clockJumps = 0;
   u64 clockReads = 0, clockReadsAtJump = 0, fruitlessJumps = 0;
   boost::context::detail::fcontext_t mainContext = nullptr;

@@ -190,9 +190,10 @@ void Fabric::runToIdle(Lock &lock) {
 void Fabric::breakStuck() {
   engine.checkResidency();
   engine.reportStuck();
-  std::string text = engine.reports.text();
+  std::string text = engine.reports.text(), why = text.substr(0, text.find('\n')); // the first fault may be the cause
   size_t from = text.rfind("[deadlock]");
-  std::string why = from == std::string::npos ? "deadlock" : text.substr(from, 300);
+  if (from != 0 && from != std::string::npos) why += "; then " + text.substr(from, 250);
+  if (from == 0) why = text.substr(0, 300);
   std::replace(why.begin(), why.end(), '\n', ';');
   engine.abandon();
   for (Rank &r : ranks) {
@@ -232,13 +233,14 @@ bool Fabric::wait(Lock &lock, Waiter &w, Clock_::time_point deadline) {
     auto since = std::max(idleSince, away ? lastCallOfAway() : idleSince);
     Clock_::duration patience = away ? Clock_::duration(MISSING_CALL) : polling ? Clock_::duration(RELAX_CALL) : 0ms;
     if (work() && Clock_::now() - since >= patience) {
-      engine.checkResidency();
+      idleSince = since;
+      if (engine.liftLimits()) continue;
+      if (!away) engine.checkResidency();
       if (!engine.advanceClock()) {
         breakStuck();
         settle();
       }
       advanced = true; // what happens now is no reason to be patient again
-      idleSince = since;
       continue;
     }
     if (!w.released) changed.wait_for(lock, std::min<Clock_::duration>(deadline - Clock_::now(), away ? 5ms : 1ms));

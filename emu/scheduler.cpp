@@ -143,7 +143,9 @@ void Engine::unready(Warp *w) {
 }
 
 // Threads run, but for very long nothing became visible: waits that vote, or loops of weak loads.
-bool Engine::nothingChanges() const { return liveFibers && events.empty() && now - lastChange > 20000 + 200ull * liveFibers; }
+bool Engine::nothingChanges() const {
+  return hopeless || (liveFibers && events.empty() && now - lastChange > 20000 + 200ull * liveFibers);
+}
 
 // The next fiber, or NULL when the main context must decide (nothing ready, a block ended, the slice is over).
 Fiber *Engine::pick() {
@@ -384,6 +386,7 @@ void Engine::admit() {
   for (size_t r = 0; r < waiting.size(); r++)
     while (!waiting[r].empty() && resident[r] < residentLimit) {
       Launch *l = waiting[r].front();
+      if (l->started - l->finished >= l->residentLimit) break;
       startBlock(l);
       if (l->started == l->blocks) waiting[r].pop_front();
     }
@@ -395,6 +398,7 @@ void Engine::startLaunch(Stream *s) {
   l->stream = s, l->name = op.name, l->body = op.body;
   l->blocks = op.blocks, l->threads = op.threads, l->sharedBytes = op.sharedBytes;
   l->initial = l->known = s->known;
+  l->residentLimit = op.together || rng.oneIn(2) ? l->blocks : 1 + rng.below(std::min(l->blocks, residentLimit));
   s->running = l;
   liveLaunches++;
   waiting[size_t(s->rank)].push_back(l);
@@ -403,6 +407,7 @@ void Engine::startLaunch(Stream *s) {
 
 void Engine::finishLaunch(Launch *l) {
   Stream *s = l->stream;
+  if (!l->suspect.empty()) report(Fault::NotResident, 1000 + u64(s->rank), "%s", l->suspect.c_str());
   s->known = joiner.join(s->known, l->known);
   s->running = nullptr;
   s->ops.pop_front();
@@ -490,7 +495,10 @@ void Engine::hostDidSomething() {
 }
 
 bool Engine::advanceClock() {
-  if (!liveFibers) return false;
+  if (!liveFibers || hopeless) return false;
+  for (auto &ofRank : streams)
+    for (Stream *s : ofRank)
+      if (s->running) s->running->suspect.clear(); // more blocks did not help: it waits for something else
   if (clockReads != clockReadsAtJump) fruitlessJumps = 0;
   else if (++fruitlessJumps > 100) return false; // nobody looks at the clock
   clockReadsAtJump = clockReads;
@@ -509,12 +517,29 @@ void Engine::wakeAllParked() {
   }
 }
 
+// A launch that can end only after this depended on blocks being resident together; finishLaunch() says so.
+bool Engine::liftLimits() {
+  bool any = false;
+  for (auto &launches : waiting)
+    for (Launch *l : launches) {
+      if (l->residentLimit >= l->blocks) continue;
+      char text[256];
+      snprintf(text, sizeof text,
+               "rank %d: with %u blocks of %s resident all of them waited for block %u or a later one, which could not start",
+               l->stream->rank, l->residentLimit, l->name.c_str(), l->started);
+      l->suspect = text;
+      l->residentLimit = l->blocks;
+      any = true;
+    }
+  return any;
+}
+
 void Engine::checkResidency() {
   for (size_t r = 0; r < waiting.size(); r++)
     if (!waiting[r].empty()) {
       Launch *l = waiting[r].front();
       report(Fault::NotResident, r,
-             "rank %zu: blocks %u to %u of %s cannot start, %u blocks are resident (num_sms %u) and all of them wait", r,
+             "rank %zu: blocks %u to %u of %s cannot start: %u blocks are resident (num_sms %u) and all of them wait", r,
              l->started, l->blocks - 1, l->name.c_str(), resident[r], residentLimit);
     }
 }
@@ -526,7 +551,7 @@ static const char *const collectiveNames[] = {"shfl", "ballot", "match_any", "sy
 // Who waits for what, threads that wait alike counted together.
 void Engine::reportStuck() {
   if (!note(Fault::Deadlock, progress)) return;
-  reports.write(Fault::Deadlock, "no thread can go on");
+  reports.write(Fault::Deadlock, hopeless ? "given up after too many faults" : "no thread can go on");
   std::map<std::string, int> groups;
   for (Block *b : liveBlocks)
     for (Fiber &f : b->fibers) {
@@ -620,6 +645,7 @@ void Engine::abandon() {
         s->dropped = true;
       }
   liveLaunches = liveFibers = 0;
+  hopeless = false;
   scanStreams = true;
 }
 

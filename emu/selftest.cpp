@@ -52,8 +52,9 @@ struct Lab {
     op.bytes = n * 4;
     streams[r].ops.push_back(op);
   }
-  void launch(Stream &s, std::function<void()> body, u32 blocks, u32 threads) {
+  void launch(Stream &s, std::function<void()> body, u32 blocks, u32 threads, bool together = true) {
     StreamOp op(StreamOp::Kernel);
+    op.together = together;
     op.name = "litmus";
     op.body = std::move(body);
     op.blocks = blocks, op.threads = threads, op.sharedBytes = 4096;
@@ -74,6 +75,7 @@ struct Lab {
       bool left = engine.anythingRunning();
       for (Stream &s : streams) left = left || !s.ops.empty();
       if (!left) return true;
+      if (engine.liftLimits()) continue;
       engine.checkResidency();
       if (engine.advanceClock()) continue;
       engine.reportStuck();
@@ -204,6 +206,15 @@ static void testGrid(void **) {
   caught(litmus::grid, 3, "[block not resident]", 1, 6, 64, true, 4);
   caught(litmus::grid, 3, "[block not resident]", 1, 6, 64, true, 4, 1000000);
   caught(litmus::grid, 3, "[deadlock]", 1, 6, 64, true, 4);
+  u32 found = 0; // enough room, but the kernel may not count on it
+  for (u32 seed = 1; seed <= seeds(); seed++) {
+    Lab lab(seed, 1);
+    litmus::Args a = lab.args(0, 0);
+    lab.launch(lab.streams[0], [a] { litmus::grid(a); }, 3, 64, false);
+    assert_true(lab.run() && gridRight(lab, 0));
+    found += lab.reported("[block not resident]");
+  }
+  assert_true(found * 6 > seeds());
 }
 
 static void testExecution(void **) {

@@ -81,6 +81,7 @@ void Engine::sharedStore(u32 addr, const void *data, u32 bytes, Place place) {
 }
 
 void Engine::sharedLoad(u32 addr, void *out, u32 bytes, Place place) {
+  if ((++sharedAccesses & 4095) == 0) yield(); // a loop over shared memory alone must not stop the world
   Fiber *f = cur;
   Block *b = f->block;
   if (addr % bytes || u64(addr) + bytes > b->shared.size()) {

@@ -22,6 +22,7 @@ struct StreamOp {
   std::string name;
   std::function<void()> body;
   u32 blocks = 0, threads = 0, sharedBytes = 0;
+  bool together = true; // its blocks wait for each other, so all must be resident
   // Copy, Fill
   u8 *dst = nullptr;
   const u8 *src = nullptr;

@@ -71,11 +71,17 @@ void Engine::fenceProxy(bool global) {
   f->epoch++;
 }
 
+static const u32 FAULT_STORM = 300000;
+
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
 Region *Engine::regionFor(const void *addr, size_t bytes, u32 align, const char *what, Place place) {
   Region *r = memory.regionAt(addr);
   const u8 *a = static_cast<const u8 *>(addr);
+  if (cur && reports.count() > FAULT_STORM) { // a loop over garbage: no use in going on
+    hopeless = true;
+    yield();
+  }
   if (!r || a + bytes > r->base + r->bytes) {
     report(Fault::Bounds, place, "%s: %s of %zu bytes at %s%s", me(place).c_str(), what, bytes, memory.where(addr).c_str(),
            r ? ", past the end of the region" : "");
@@ -111,7 +117,7 @@ void Engine::reportRace(Region *, const u8 *addr, Word *w, bool isWrite, bool ag
     for (auto &x : cur->block->relaxedFlags)
       if (x.first == identityOf(actor)) flag = x.second;
     if (againstReader)
-      line += ": no credit or barrier from the reader";
+      line += ": no credit or barrier from the reader, or the reader's flag was raised before this write";
     else if (flag)
       line += ": the flag at " + memory.where(flag) + " was stored without release";
     else if (bulkStore && seen < epoch)
