@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -49,14 +50,16 @@ static void startWatch(void) {
 }
 
 int epToolFail(const char *format, ...) {
-  char line[sizeof(firstLine)];
+  char line[5000]; /* a report of the emulated fabric fits */
+  size_t end;
   va_list args;
   va_start(args, format);
   vsnprintf(line, sizeof(line), format, args);
   va_end(args);
+  for (end = strlen(line); end && line[end - 1] == '\n'; end--) line[end - 1] = 0;
   failuresHere++;
   pthread_mutex_lock(&lock);
-  if (!failures) snprintf(firstLine, sizeof(firstLine), "%s", line);
+  if (!failures) snprintf(firstLine, sizeof(firstLine), "%.*s", (int)strcspn(line, "\n"), line);
   if (failures < MAX_LINES)
     fprintf(stderr, "%s: FAIL: %s\n", toolName, line);
   else if (failures == MAX_LINES)
