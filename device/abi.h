@@ -21,6 +21,7 @@ enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
   X(rowBytes)  /* token bytes of a row; 0 for update */                                                                \
   X(dtype)     /* EP_DTYPE_*: combine only */                                                                          \
   X(layout)    /* EP_LAYOUT_KIND_* */                                                                                  \
+  X(scaleBytes) /* of a token's row of scales, a multiple of 4; 0: none */                                             \
   X(weights)   /* rows carry K FP32 weights: forward dispatch, backward combine */                                     \
   X(indexBytes) /* 4 or 8: update's topk_idx */                                                                        \
   X(threads)   /* a block */                                                                                           \
@@ -102,7 +103,10 @@ typedef struct epDispatchArgs {
   const uint8_t *record;
   const uint8_t *tokens;       /* [T][rowBytes] */
   const float *weights;        /* [T][K] when cfg.weights */
+  const uint8_t *scales;       /* [T][scaleBytes] when cfg.scaleBytes */
   uint8_t *outTokens;          /* [capacity][rowBytes] */
+  uint8_t *outScales;          /* [capacity][scaleBytes], or columns: see scaleColumn */
+  uint64_t scaleColumn;        /* 0: row-major; else bytes from one 4-byte column of scales to the next */
   float *outWeights;           /* flat [capacity][K], expert-major [capacity]; when cfg.weights */
   int64_t *outIdx;             /* flat [capacity][K] or NULL */
   uint32_t numTokens;          /* T */
@@ -141,9 +145,12 @@ EP_HD uint32_t epSenders(uint32_t threads) { return threads / 32 - 1; }
 EP_HD uint32_t epControlSmem(uint32_t senders, uint32_t ranks) {
   return (uint32_t)epAlignUp(EP_VERDICT_BYTES + 16ull * EP_SIGNAL_DEPTH + 16ull * senders + 8ull * ranks, 128);
 }
-/* a row and its weights */
+/* what travels behind the token bytes of a row: weights, then scales */
+EP_HD uint32_t epTailBytes(const epConfig *c) {
+  return (c->weights ? epWeightBytes(c->topk) : 0) + (uint32_t)epAlignUp(c->scaleBytes, EP_ROW_ALIGN);
+}
 EP_HD uint32_t epRowBufferBytes(const epConfig *c) {
-  return (uint32_t)epAlignUp((uint64_t)c->rowBytes + (c->weights ? epWeightBytes(c->topk) : 0), 128);
+  return (uint32_t)epAlignUp((uint64_t)c->rowBytes + epTailBytes(c), EP_LINE);
 }
 EP_HD uint32_t epMoveSmem(const epConfig *c) {
   uint32_t senders = epSenders(c->threads);

@@ -53,7 +53,7 @@ template <class C> DEV void ep_chunk_targets(const C c, const epDispatchArgs &a,
 template <class C> DEV void ep_chunk_load(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epChunk &k) {
   epConfig plain = ep_plain_config(c);
   uint32_t l = p::lane(), stride = epRowBufferBytes(&plain), stage = ep_stage(q, n), wanted = 0;
-  uint32_t weightBytes = c.weights ? epWeightBytes(c.topk) : 0;
+  uint32_t weightBytes = c.weights ? epWeightBytes(c.topk) : 0, scales = c.rowBytes + weightBytes;
 #pragma unroll
   for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
     wanted |= (k.sends[i] != 0) << i;
@@ -68,14 +68,26 @@ template <class C> DEV void ep_chunk_load(const C c, const epDispatchArgs &a, co
     for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
       if (4 * l < weightBytes)
         p::sts<uint32_t>(stage + i * stride + c.rowBytes + 4 * l, k.weight[i]);
-    ep_stage_written(c);
   }
+  if (c.scaleBytes) {
+#pragma unroll
+    for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
+      for (uint32_t w = 4 * l; w < c.scaleBytes && i < k.rows; w += 128)
+        p::sts<uint32_t>(stage + i * stride + scales + w,
+                         p::ldg<uint32_t>(a.scales + (uint64_t)(k.t0 + i) * c.scaleBytes + w));
+    for (uint32_t w = c.scaleBytes + 4 * l; w < epAlignUp(c.scaleBytes, EP_ROW_ALIGN); w += 128)
+      for (uint32_t i = 0; i < k.rows; i++)
+        p::sts<uint32_t>(stage + i * stride + scales + w, 0); /* the last words of the tail travel too */
+  }
+  if (c.weights || c.scaleBytes)
+    ep_stage_written(c);
 }
 
 /* Stores the chunk's rows, from their stage or straight from the input, to every remote owner. */
 template <class C> DEV void ep_chunk_send(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epChunk &k) {
   epConfig plain = ep_plain_config(c);
   uint32_t l = p::lane(), stride = epRowBufferBytes(&plain), weightBytes = c.weights ? epWeightBytes(c.topk) : 0;
+  uint32_t bytes = c.rowBytes + epTailBytes(&plain);
 #pragma unroll
   for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
     for (uint32_t sends = k.sends[i]; sends; sends &= sends - 1) {
@@ -83,11 +95,14 @@ template <class C> DEV void ep_chunk_send(const C c, const epDispatchArgs &a, co
       uint8_t *to = ep_stage_row(a.group, q, dst, a.group.rank, k.t0 + i);
       if (c.bulk) {
         if (l == 0)
-          p::bulk_s2g(to, ep_stage(q, n) + i * stride, c.rowBytes + weightBytes);
+          p::bulk_s2g(to, ep_stage(q, n) + i * stride, bytes);
       } else {
         ep_row_copy(to, a.tokens + (uint64_t)(k.t0 + i) * c.rowBytes, c.rowBytes);
         if (4 * l < weightBytes)
           p::stg<uint32_t>(to + c.rowBytes + 4 * l, k.weight[i]);
+        for (uint32_t w = 4 * l; w < c.scaleBytes; w += 128)
+          p::stg<uint32_t>(to + c.rowBytes + weightBytes + w,
+                           p::ldg<uint32_t>(a.scales + (uint64_t)(k.t0 + i) * c.scaleBytes + w));
       }
     }
   if (c.bulk && l == 0)
@@ -197,7 +212,8 @@ DEV const uint8_t *ep_dispatch_source(const C c, const epDispatchArgs &a, const 
 
 template <class C>
 DEV void ep_dispatch_load_row(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epArrival &r) {
-  uint32_t bytes = c.rowBytes + (c.weights && r.s != a.group.rank ? epWeightBytes(c.topk) : 0);
+  epConfig plain = ep_plain_config(c);
+  uint32_t bytes = c.rowBytes + (r.s != a.group.rank ? epTailBytes(&plain) : 0);
   ep_stage_free<1>(c);
   if (p::lane() == 0) {
     ep_fence_load(c);
@@ -217,6 +233,26 @@ DEV void ep_dispatch_store(const C c, const epDispatchArgs &a, const epPipe &q, 
     p::bulk_s2g(to, ep_stage(q, n), c.rowBytes);
 }
 
+/* Word at byte w of output row `pos` of the scales. */
+template <class C> DEV uint8_t *ep_scale_word(const C c, const epDispatchArgs &a, uint32_t pos, uint32_t w) {
+  return a.outScales + (a.scaleColumn ? w / 4 * a.scaleColumn + 4ull * pos : (uint64_t)pos * c.scaleBytes + w);
+}
+
+/* The scales of unit n's row, from the input or from what travelled behind the row, to output row `pos`. */
+template <class C>
+DEV void ep_dispatch_scales(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epArrival &r,
+                            uint32_t pos) {
+  uint32_t at = c.rowBytes + (c.weights ? epWeightBytes(c.topk) : 0);
+  for (uint32_t w = 4 * p::lane(); w < c.scaleBytes; w += 128) {
+    uint32_t v;
+    if (r.s == a.group.rank)
+      v = p::ldg<uint32_t>(a.scales + (uint64_t)r.token * c.scaleBytes + w);
+    else
+      v = c.bulk ? p::lds<uint32_t>(ep_stage(q, n) + at + w) : p::ldg<uint32_t>(ep_dispatch_source(c, a, q, r) + at + w);
+    p::stg<uint32_t>(ep_scale_word(c, a, pos, w), v);
+  }
+}
+
 /* A row that is there goes to its place or places. */
 template <class C>
 DEV void ep_dispatch_arrange(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epArrival &r) {
@@ -232,6 +268,7 @@ DEV void ep_dispatch_arrange(const C c, const epDispatchArgs &a, const epPipe &q
     uint32_t pos = r.place + (c.bug == EP_BUG_SLOT_OFF_BY_ONE && r.place + 1 < a.capacity);
     if (pos < a.capacity) {
       ep_dispatch_store(c, a, q, n, r, pos);
+      ep_dispatch_scales(c, a, q, n, r, pos);
       uint64_t at = (uint64_t)pos * c.topk + l;
       uint32_t first = a.globalIdx ? me * (c.experts / c.ranks) : 0;
       if (l < c.topk && a.outIdx)
@@ -245,8 +282,11 @@ DEV void ep_dispatch_arrange(const C c, const epDispatchArgs &a, const epPipe &q
     bool fits = slot < a.capacity;
     if (fits && c.weights)
       p::stg<float>(a.outWeights + slot, p::as_float(weight));
-    for (uint32_t m = p::ballot(p::FULL, fits); m; m &= m - 1)
-      ep_dispatch_store(c, a, q, n, r, p::shfl(p::FULL, slot, p::ffs(m) - 1));
+    for (uint32_t m = p::ballot(p::FULL, fits); m; m &= m - 1) {
+      uint32_t pos = p::shfl(p::FULL, slot, p::ffs(m) - 1);
+      ep_dispatch_store(c, a, q, n, r, pos);
+      ep_dispatch_scales(c, a, q, n, r, pos);
+    }
   }
   if (c.bulk && l == 0)
     p::bulk_commit();
@@ -285,6 +325,8 @@ template <class C> DEV void ep_dispatch_fill(const C c, const epDispatchArgs &a,
       p::stg<uint4>(a.outTokens + (uint64_t)slot * c.rowBytes + v, ep_zero4());
     if (c.weights && p::lane() == 0)
       p::stg<float>(a.outWeights + slot, 0.0f);
+    for (uint32_t w = 4 * p::lane(); w < c.scaleBytes; w += 128)
+      p::stg<uint32_t>(ep_scale_word(c, a, slot, w), 0);
   }
 }
 
