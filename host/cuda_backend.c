@@ -11,12 +11,12 @@
 static epCuda *cudaOf(epBackend *base) { return (epCuda *)base; }
 
 ncclResult_t epCudaEnter(epCuda *be, epCudaScope *scope) {
+  /* Allocations and waits on private streams are safe for any capture; in the stricter modes they would invalidate one
+   * of another thread. */
+  scope->captureMode = EP_CU_CAPTURE_MODE_RELAXED;
   epCuResult rc = be->cu->ctxPushCurrent(be->context);
   if (rc != EP_CU_SUCCESS)
     return epCuFail(be->cu, rc, "device %d: its context cannot be made current", be->topology.device);
-  /* Allocations and waits on private streams are safe for any capture; without this one of another thread would be
-   * invalidated by them. */
-  scope->captureMode = EP_CU_CAPTURE_MODE_RELAXED;
   rc = be->cu->threadExchangeCaptureMode(&scope->captureMode);
   if (rc != EP_CU_SUCCESS) {
     epCuContext mine;

@@ -158,7 +158,7 @@ ncclResult_t epCudaWindowCreate(epBackend *base, size_t bytes, epWindow **out, v
     r = epCudaNccl(be, be->nccl->memAlloc(&window->buffer, bytes), "allocating the symmetric window");
     window->fromNccl = 1;
   }
-  if ((r = agree(be, r, "allocating the symmetric window")) != ncclSuccess) goto done;
+  if ((r = agree(be, r, "allocating the symmetric window")) != ncclSuccess || !window) goto done;
   r = epCudaNccl(be,
                  be->nccl->windowRegister(be->comm, window->buffer, bytes, &window->handle, EP_NCCL_WIN_COLL_SYMMETRIC),
                  "registering the symmetric window");

@@ -93,6 +93,8 @@ static ncclDataType_t parseType(struct argp_state *state, const char *name, cons
 
 static error_t parse(int key, char *arg, struct argp_state *state) {
   precompile *p = state->input;
+  char *end;
+  long n;
   switch (key) {
   case 'a':
     parseList(state, "arch", arg, &p->archs);
@@ -132,8 +134,9 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
     p->cacheDir = arg;
     return 0;
   case 'j':
-    p->jobs = atoi(arg);
-    if (p->jobs < 1 || p->jobs > MAX_THREADS) argp_error(state, "--jobs: '%s' is not from 1 to %d", arg, MAX_THREADS);
+    n = strtol(arg, &end, 10);
+    p->jobs = *end || end == arg || n < 1 || n > MAX_THREADS ? 0 : (int)n;
+    if (!p->jobs) argp_error(state, "--jobs: '%s' is not from 1 to %d", arg, MAX_THREADS);
     return 0;
   case 'q':
     p->quiet = 1;
