@@ -8,17 +8,17 @@ import sys
 
 # What the message must say. Every fault is the emulator's to find, not only a wrong byte at the end.
 CAUSES = {
-    "flag-relaxed": r"stored without release",
-    "no-fence-store": r"fence",
-    "no-fence-load": r"fence",
-    "stage-reuse": r"bulk store",
-    "wait-read": r"bulk store|wait",
-    "signal-first": r"data race",
-    "slot-off-by-one": r"row \d+|outside|nothing wrote",
-    "skip-wait": r"data race|nothing wrote",
-    "no-credit": r"no credit",
-    "no-grid-barrier": r"data race",
-    "wait-unscheduled": r"resident|never|deadlock|timed out",
+    "flag-relaxed": r"data race\].*stored without release",
+    "no-fence-store": r"missing proxy fence\].*bulk store reads shared",
+    "no-fence-load": r"missing proxy fence\].*bulk load reads window.*no fence\.proxy\.async \(global\)",
+    "stage-reuse": r"wait_group\.read missing",
+    "wait-read": r"data race\].*not complete \(wait_group without \.read\) before the flag's release",
+    "signal-first": r"data race\].*not complete \(wait_group without \.read\) before the flag's release",
+    "slot-off-by-one": r"tokens: row \d+",
+    "skip-wait": r"data race\].*reads window",
+    "no-credit": r"data race\].*no credit",
+    "no-grid-barrier": r"data race\] update",
+    "wait-unscheduled": r"block not resident\]",
 }
 
 
