@@ -159,6 +159,19 @@ struct Identity {
   std::vector<u32> slotThread; // of the slots above `threads`: issuing thread, or ~0 for an mbarrier
 };
 
+// Remembers the verdict on the last stamp: neighbouring words usually have the same.
+struct LastStamp {
+  u32 actor = 0, epoch = 0;
+  bool known = false, first = true;
+  template <class F> bool check(u32 a, u32 e, F verdict) {
+    if (first || a != actor || e != epoch) {
+      actor = a, epoch = e, first = false;
+      known = verdict();
+    }
+    return known;
+  }
+};
+
 struct Event {
   u64 due, order;
   PendingStore *store;

@@ -30,29 +30,33 @@ u32 Engine::newSlot(Block *b, u32 thread) {
 void Engine::checkSharedWrite(Fiber *f, u32 addr, u32 bytes, bool async, Place place) {
   Block *b = f->block;
   if (!weak) return;
+  LastStamp writers, readers, bulkReaders, fences;
+  auto isSeen = [&](LastStamp &s, u16 who, u32 epoch) {
+    return s.check(who, epoch, [&] { return who == NOBODY || slotSeen(f, who, epoch); });
+  };
   for (u32 i = 0; i < bytes; i += 4) {
     SharedWord &w = b->sharedShadow[(addr + i) >> 2];
     const char *what = async ? "bulk load into" : "store to";
     u64 key = u64(place) << 32;
-    if (w.writer != NOBODY && !slotSeen(f, w.writer, w.writeEpoch)) {
+    if (!isSeen(writers, w.writer, w.writeEpoch)) {
       report(w.writer >= b->threads ? Fault::SharedReuse : Fault::SharedRace, key | w.writePlace,
              "%s: %s shared+0x%x, written by %s%s; nothing orders the two", me(place).c_str(), what, addr + i,
              describe(actorOf(b->identity, w.writer), w.writeEpoch).c_str(), placeText(w.writePlace).c_str());
       return;
     }
-    if (w.reader != NOBODY && !slotSeen(f, w.reader, w.readEpoch)) {
+    if (!isSeen(readers, w.reader, w.readEpoch)) {
       report(async ? Fault::SharedReuse : Fault::SharedRace, key | 0x10000 | w.readPlace,
              "%s: %s shared+0x%x, which thread %u may still read%s; nothing orders the two", me(place).c_str(), what, addr + i,
              w.reader, placeText(w.readPlace).c_str());
       return;
     }
-    if (w.bulkReader != NOBODY && !slotSeen(f, w.bulkReader, w.bulkEpoch)) {
+    if (!isSeen(bulkReaders, w.bulkReader, w.bulkEpoch)) {
       report(Fault::SharedReuse, key | 0x20000 | w.bulkPlace,
              "%s: %s shared+0x%x: shared memory reused while a bulk store%s may still read it (wait_group.read missing)",
              me(place).c_str(), what, addr + i, placeText(w.bulkPlace).c_str());
       return;
     }
-    if (async && w.writer != NOBODY && !slotFenced(f, w.writer, w.writeEpoch)) {
+    if (async && !fences.check(w.writer, w.writeEpoch, [&] { return w.writer == NOBODY || slotFenced(f, w.writer, w.writeEpoch); })) {
       report(Fault::MissingFence, key | w.writePlace,
              "%s: bulk load overwrites shared+0x%x, written by thread %u through the generic proxy%s: no fence.proxy.async in between",
              me(place).c_str(), addr + i, w.writer, placeText(w.writePlace).c_str());
@@ -126,9 +130,11 @@ void Engine::bulkLoad(u32 shared, const void *global, u32 bytes, u32 mbar, Place
   c->global = static_cast<u8 *>(const_cast<void *>(global));
   c->epoch = b->base + m->phase + 1;
   u8 *g = c->global;
+  LastStamp writers, fences;
   for (u32 i = 0; i < bytes && r->shadow; i += 4) {
     Word *w = Memory::wordAt(r, g + i);
-    bool seen = ordered(f, w->writer, w->writeEpoch), safe = seen && fenced(f, w->writer, w->writeEpoch);
+    bool seen = writers.check(w->writer, w->writeEpoch, [&] { return ordered(f, w->writer, w->writeEpoch); });
+    bool safe = fences.check(w->writer, w->writeEpoch, [&] { return fenced(f, w->writer, w->writeEpoch); }) && seen;
     if (!seen)
       reportRace(r, g + i, w, false, false, place);
     else if (!safe && weak)
@@ -199,10 +205,11 @@ void Engine::bulkStore(void *global, u32 shared, u32 bytes, Place place) {
   c->fiber = f, c->block = b, c->shared = shared, c->bytes = bytes, c->group = f->bulkGroup;
   c->global = static_cast<u8 *>(global);
   c->epoch = ++f->bulkIssued;
+  LastStamp writers, fences;
   for (u32 i = 0; i < bytes; i += 4) {
     SharedWord &w = b->sharedShadow[(shared + i) >> 2];
-    bool seen = w.writer != NOBODY && slotSeen(f, w.writer, w.writeEpoch);
-    bool safe = seen && slotFenced(f, w.writer, w.writeEpoch);
+    bool seen = writers.check(w.writer, w.writeEpoch, [&] { return w.writer != NOBODY && slotSeen(f, w.writer, w.writeEpoch); });
+    bool safe = seen && fences.check(w.writer, w.writeEpoch, [&] { return slotFenced(f, w.writer, w.writeEpoch); });
     if (w.writer == NOBODY && weak)
       report(Fault::NeverWritten, 3ull << 20 | place, "%s: bulk store reads shared+0x%x, which nothing has written",
              me(place).c_str(), shared + i);

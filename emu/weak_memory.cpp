@@ -134,9 +134,10 @@ void Engine::reportRace(Region *, const u8 *addr, Word *w, bool isWrite, bool ag
 bool Engine::checkRead(Region *r, const u8 *addr, u32 bytes, bool strong, bool system, Place place) {
   Fiber *f = cur;
   bool race = false;
+  LastStamp writers;
   for (u32 i = 0; i < bytes; i += 4) {
     Word *w = Memory::wordAt(r, addr + i);
-    if (w->writer && !ordered(f, w->writer, w->writeEpoch)) {
+    if (!writers.check(w->writer, w->writeEpoch, [&] { return ordered(f, w->writer, w->writeEpoch); })) {
       bool bothStrong = strong && (w->flags & W_STRONG) &&
                         ((system && (w->flags & W_SYSTEM)) || identities[identityOf(w->writer)].rank == f->block->rank);
       if (!bothStrong) {
@@ -160,14 +161,15 @@ bool Engine::checkRead(Region *r, const u8 *addr, u32 bytes, bool strong, bool s
 void Engine::checkWrite(Region *r, u8 *addr, const void *data, u32 bytes, Actor actor, u32 epoch, u8 strength, Place place) {
   Fiber *f = cur;
   bool bulk = slotOf(actor) >= f->block->threads;
+  LastStamp writers, readers;
   for (u32 i = 0; i < bytes; i += 4) {
     Word *w = Memory::wordAt(r, addr + i);
-    bool unordered = w->writer && !ordered(f, w->writer, w->writeEpoch);
+    bool unordered = !writers.check(w->writer, w->writeEpoch, [&] { return ordered(f, w->writer, w->writeEpoch); });
     if (unordered && (w->flags & W_STRONG) && (strength & W_STRONG) &&
         (((w->flags & W_SYSTEM) && (strength & W_SYSTEM)) || identities[identityOf(w->writer)].rank == f->block->rank))
       unordered = false; // two strong stores: the flag's own business
     if (w->pending) flushWord(w, addr + i);
-    bool unread = w->reader && !ordered(f, w->reader, w->readEpoch);
+    bool unread = !readers.check(w->reader, w->readEpoch, [&] { return ordered(f, w->reader, w->readEpoch); });
     if ((unordered || unread) && !(data && !memcmp(addr + i, static_cast<const u8 *>(data) + i, 4) && !bulk))
       reportRace(r, addr + i, w, true, unread && !unordered, place); // the same value again is no race
     w->writer = actor;
@@ -488,15 +490,19 @@ void Engine::copyInStream(Stream *s, u8 *dst, const u8 *src, size_t bytes, int v
   if (from) ok = regionFor(src, bytes, 1, "copy", 0) != nullptr;
   if (to) ok = regionFor(dst, bytes, 1, "copy", 0) != nullptr && ok;
   auto wordStart = [](const u8 *p) { return const_cast<u8 *>(p) - (reinterpret_cast<uintptr_t>(p) & 3); };
+  LastStamp sources, writers, readers;
   for (u8 *a = wordStart(src); ok && from && from->shadow && a < src + bytes; a += 4) {
     Word *w = Memory::wordAt(from, a);
-    if (!sees(w->writer, w->writeEpoch)) reportRace(from, a, w, false, false, 0);
+    if (!sources.check(w->writer, w->writeEpoch, [&] { return sees(w->writer, w->writeEpoch); }))
+      reportRace(from, a, w, false, false, 0);
     w->reader = actor, w->readEpoch = epoch, w->readPlace = 0;
   }
   for (u8 *a = wordStart(dst); ok && to && to->shadow && a < dst + bytes; a += 4) {
     Word *w = Memory::wordAt(to, a);
-    if (!sees(w->writer, w->writeEpoch)) reportRace(to, a, w, true, false, 0);
-    if (w->reader && !sees(w->reader, w->readEpoch)) reportRace(to, a, w, true, true, 0);
+    if (!writers.check(w->writer, w->writeEpoch, [&] { return sees(w->writer, w->writeEpoch); }))
+      reportRace(to, a, w, true, false, 0);
+    if (!readers.check(w->reader, w->readEpoch, [&] { return sees(w->reader, w->readEpoch); }))
+      reportRace(to, a, w, true, true, 0);
     bool valid = true; // a copy of never-written memory is never-written
     if (from && from->shadow && src + (a - dst) >= from->base) {
       Word *v = Memory::wordAt(from, src + (a - dst));
