@@ -133,7 +133,7 @@ static int findMeeting(const epNetPlace *place, meeting *m) {
 /* Written under another name first, so that nobody reads half an address. */
 static int announce(const meeting *m, int listener) {
   char temporary[sizeof(m->file) + 8], host[256];
-  struct sockaddr_in address;
+  struct sockaddr_in address = {0};
   socklen_t length = sizeof(address);
   FILE *file;
   int bad;

@@ -24,22 +24,26 @@ uint64_t epDataHash(uint64_t seed, uint64_t a, uint64_t b) {
   return mix(mix(mix(seed + GOLDEN) + a * GOLDEN) + (b + 1) * GOLDEN);
 }
 
+/* Where the exponent of a type lies, and the bits of an element. */
+typedef struct exponentField {
+  unsigned width, low, bias;
+  uint64_t mask;
+} exponentField;
+static const exponentField exponents[] = {
+    [EP_REF_BF16] = {16, 7, 127, 255}, [EP_REF_F16] = {16, 10, 15, 31}, [EP_REF_F32] = {32, 23, 127, 255}};
+
 /* Makes each element of a 64-bit word finite: an exponent of all ones loses its lowest bit. */
-static uint64_t finiteWord(epRefType type, uint64_t word) {
-  unsigned width = type == EP_REF_F32 ? 32 : 16, low = type == EP_REF_BF16 ? 7 : type == EP_REF_F16 ? 10 : 23;
-  uint64_t field = type == EP_REF_F16 ? 31 : 255;
-  for (unsigned at = 0; at < 64; at += width)
-    if ((word >> (at + low) & field) == field) word &= ~(1ull << (at + low));
+static uint64_t finiteWord(const exponentField *e, uint64_t word) {
+  for (unsigned at = e->low; at < 64; at += e->width)
+    if ((word >> at & e->mask) == e->mask) word &= ~(1ull << at);
   return word;
 }
 
 /* Exponents of 2^-8 to 2^7: four random bits over the bias less 8. */
-static uint64_t nearOneWord(epRefType type, uint64_t word) {
-  unsigned width = type == EP_REF_F32 ? 32 : 16, low = type == EP_REF_BF16 ? 7 : type == EP_REF_F16 ? 10 : 23;
-  uint64_t field = type == EP_REF_F16 ? 31 : 255, base = type == EP_REF_F16 ? 15 - 8 : 127 - 8;
-  for (unsigned at = 0; at < 64; at += width) {
-    uint64_t exponent = base + (word >> (at + low) & 15);
-    word = (word & ~(field << (at + low))) | exponent << (at + low);
+static uint64_t nearOneWord(const exponentField *e, uint64_t word) {
+  for (unsigned at = e->low; at < 64; at += e->width) {
+    uint64_t exponent = e->bias - 8 + (word >> at & 15);
+    word = (word & ~(e->mask << at)) | exponent << at;
   }
   return word;
 }
@@ -50,7 +54,7 @@ void epDataRow(epRefType type, uint64_t seed, epDataKind kind, uint32_t rank, ui
   uint64_t state = epDataHash(seed, (uint64_t)kind << 32 | rank, row);
   for (size_t at = 0; at < bytes; at += 8) {
     uint64_t word = mix(state += GOLDEN);
-    word = kind == EP_DATA_TOKEN ? finiteWord(type, word) : nearOneWord(type, word);
+    word = kind == EP_DATA_TOKEN ? finiteWord(&exponents[type], word) : nearOneWord(&exponents[type], word);
     memcpy((char *)out + at, &word, bytes - at < 8 ? bytes - at : 8);
   }
 }

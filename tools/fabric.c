@@ -205,7 +205,7 @@ int epFabricLaunchedRanks(void) {
 
 static int openEmulated(epFabric *fabric) {
   ncclEpEmuOptions_t options = NCCL_EP_EMU_OPTIONS_INIT;
-  ncclComm_t *comms = calloc((size_t)fabric->ranks, sizeof(*comms));
+  ncclComm_t *comms = calloc((size_t)fabric->ranks, sizeof(ncclComm_t));
   ncclResult_t rc;
   if (!comms) return epToolFail("out of host memory");
   options.seed = fabric->options.seed;

@@ -166,7 +166,7 @@ int epLayerClose(epLayer *layer) {
                         &layer->expertOut, &layer->expertWeights, &layer->y,         &layer->yWeights};
   if (layer->handle) rc |= told(layer, ncclEpHandleDestroy(layer->handle), "ncclEpHandleDestroy");
   if (layer->group) rc |= told(layer, ncclEpGroupDestroy(layer->group), "ncclEpGroupDestroy");
-  for (size_t i = 0; i < sizeof(single) / sizeof(*single); i++) epPortFree(layer->port, single[i]->base);
+  for (size_t i = 0; i < sizeof(single) / sizeof(epBuffer *); i++) epPortFree(layer->port, single[i]->base);
   for (unsigned i = 0; i < EP_LAYER_ROUTINGS; i++) epPortFree(layer->port, layer->idx[i].base);
   free(layer);
   return rc;
