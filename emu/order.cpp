@@ -30,9 +30,13 @@ bool View::covers(const View &o) const {
   if (floor >= o.top) return true;
   if (floor < o.floor || top < o.top) return false;
   for (Clock k : {SEEN, GLOBAL_FENCED}) {
-    size_t n = std::max(clock[k].size(), o.clock[k].size());
-    for (size_t i = 0; i < n; i++)
-      if (at(k, u32(i)) < o.at(k, u32(i))) return false;
+    size_t mine = clock[k].size(), its = o.clock[k].size(), n = std::min(mine, its);
+    const u32 *a = clock[k].data(), *b = o.clock[k].data();
+    u32 missing = 0; // no early exit, so that the loops become vector code
+    for (size_t i = 0; i < n; i++) missing |= u32(a[i] < b[i]);
+    for (size_t i = n; i < mine; i++) missing |= u32(a[i] < o.floor);
+    for (size_t i = n; i < its; i++) missing |= u32(floor < b[i]);
+    if (missing) return false;
   }
   return true;
 }
@@ -65,25 +69,29 @@ KnownRef knownWith(const KnownRef &base, u32 identity, const ViewRef &view) {
 
 static KnownRef joinFresh(const KnownRef &a, const KnownRef &b) {
   size_t n = std::max(a->of.size(), b->of.size());
-  std::vector<ViewRef> of(n);
   bool isA = true, isB = true;
+  static std::vector<u8> from; // 1: a covers b, 2: b covers a, 3: the same, 0: to be joined
+  from.assign(n, 3);
   for (size_t i = 0; i < n; i++) {
-    ViewRef x = i < a->of.size() ? a->of[i] : ViewRef(), y = i < b->of.size() ? b->of[i] : ViewRef();
-    of[i] = joinViews(x, y);
-    isA = isA && of[i] == x;
-    isB = isB && of[i] == y;
+    const View *x = i < a->of.size() ? a->of[i].get() : nullptr, *y = i < b->of.size() ? b->of[i].get() : nullptr;
+    if (x == y) continue;
+    from[i] = !y || (x && x->covers(*y)) ? 1 : !x || y->covers(*x) ? 2 : 0;
+    isA = isA && from[i] == 1;
+    isB = isB && from[i] == 2;
   }
   if (isA) return a;
   if (isB) return b;
   KnownRef k(new Known);
-  k->of = std::move(of);
+  k->of.resize(n);
+  for (size_t i = 0; i < n; i++)
+    k->of[i] = from[i] == 2 ? b->of[i] : from[i] ? (i < a->of.size() ? a->of[i] : ViewRef()) : joinViews(a->of[i], b->of[i]);
   return k;
 }
 
 KnownRef KnownJoiner::join(const KnownRef &a, const KnownRef &b) {
   if (!b || a == b) return a;
   if (!a) return b;
-  size_t h = ((reinterpret_cast<uintptr_t>(a.get()) >> 4) * 31 + (reinterpret_cast<uintptr_t>(b.get()) >> 4)) & 63;
+  size_t h = ((reinterpret_cast<uintptr_t>(a.get()) >> 4) * 31 + (reinterpret_cast<uintptr_t>(b.get()) >> 4)) % MEMOS;
   Memo &m = memo[h];
   if (!(m.a == a && m.b == b)) m = {a, b, joinFresh(a, b)};
   return m.result;

@@ -66,7 +66,8 @@ private:
   struct Memo {
     KnownRef a, b, result;
   };
-  Memo memo[64];
+  static const size_t MEMOS = 1021;
+  Memo memo[MEMOS];
 };
 
 } // namespace emu
