@@ -3,6 +3,7 @@
 
 #include "fail.h"
 #include "runtime.h"
+#include "sizes.h"
 #include "tensor.h"
 
 static const char call[] = "ncclEpDispatch";
@@ -33,17 +34,35 @@ ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const
   return ncclSuccess;
 }
 
+/* What travels behind a row is cut into words of 4 bytes; staging rows are multiples of 16. */
+ncclResult_t epScaleBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t bytes,
+                          uint32_t rowBytes, uint32_t *scaleBytes) {
+  uint64_t rounded = epAlignUp(bytes, EP_ROW_ALIGN);
+  if (bytes < EP_SCALE_WORD || bytes % EP_SCALE_WORD)
+    return epFail(ncclInvalidArgument, "%s: a row of %s has %llu bytes: expected a multiple of %u", name, tensor,
+                  (unsigned long long)bytes, EP_SCALE_WORD);
+  if (bytes > EP_MAX_ROW_BYTES || rowBytes + rounded > group->shape.maxRowBytes)
+    return epFail(ncclInvalidArgument,
+                  "%s: a row of %u bytes and its %llu bytes of %s (%llu when rounded up to %u) are wider than "
+                  "max_token_bytes, %u",
+                  name, rowBytes, (unsigned long long)bytes, tensor, (unsigned long long)rounded, EP_ROW_ALIGN,
+                  group->shape.maxRowBytes);
+  *scaleBytes = (uint32_t)bytes;
+  return ncclSuccess;
+}
+
 static ncclResult_t epDispatchConfigCheck(const ncclEpDispatchConfig_t *c, const ncclEpLayoutInfo_t *info) {
   if (c->pass_direction != NCCL_EP_FWD_PASS && c->pass_direction != NCCL_EP_BWD_PASS)
     return epFail(ncclInvalidArgument, "%s: pass_direction is %d: expected an ncclEpPassDir_t", call,
                   (int)c->pass_direction);
   if (c->send_only) return epFail(ncclInvalidUsage, "%s: send_only is not supported yet: expected 0", call);
-  if (c->quant_recipe != NCCL_EP_DISP_QUANT_NONE)
-    return epFail((unsigned)c->quant_recipe <= NCCL_EP_DISP_QUANT_DS_FP8E3M4 ? ncclInvalidUsage : ncclInvalidArgument,
-                  "%s: quant_recipe %d is not supported yet: expected NCCL_EP_DISP_QUANT_NONE", call,
+  if (c->quant_recipe != NCCL_EP_DISP_QUANT_NONE && c->quant_recipe != NCCL_EP_DISP_QUANT_FWD)
+    return epFail(c->quant_recipe == NCCL_EP_DISP_QUANT_DS_FP8E3M4 ? ncclInvalidUsage : ncclInvalidArgument,
+                  "%s: quant_recipe is %d: expected NCCL_EP_DISP_QUANT_NONE or NCCL_EP_DISP_QUANT_FWD", call,
                   (int)c->quant_recipe);
   if (c->round_scales)
-    return epFail(ncclInvalidUsage, "%s: round_scales is not supported yet: expected 0 without scales", call);
+    return epFail(ncclInvalidUsage, "%s: round_scales is %u: expected 0: the caller's scales travel as they are", call,
+                  c->round_scales);
   if (info && (unsigned)info->recv_topk_idx_kind > NCCL_EP_EXPERT_ID_GLOBAL)
     return epFail(ncclInvalidArgument, "%s: layout_info.recv_topk_idx_kind is %d: expected an ncclEpExpertIdKind_t",
                   call, (int)info->recv_topk_idx_kind);
@@ -63,8 +82,6 @@ static ncclResult_t epDispatchInputs(const struct ncclEpHandle *h, const ncclEpD
                in->tokens->sizes[0], g->shape.maxTokens);
   if (r == ncclSuccess) r = epRowBytes(call, g, "inputs.tokens", in->tokens->sizes[1], in->tokens->datatype, rowBytes);
   if (r == ncclSuccess) r = epTensorAddress(tokens, g->be, in->tokens, EP_ROW_ALIGN, &dev);
-  if (r == ncclSuccess && in->scales)
-    r = epFail(ncclInvalidUsage, "%s: inputs.scales is given: not supported yet", call);
   if (r != ncclSuccess) return r;
   a->tokens = dev;
   a->numTokens = (uint32_t)in->tokens->sizes[0];
@@ -94,8 +111,6 @@ static ncclResult_t epDispatchTokensOut(const struct ncclEpHandle *h, const nccl
     r = epFail(ncclInvalidArgument, "%s: outputs.tokens.sizes[0] is %zu: the routing needs %u rows", call,
                out->tokens->sizes[0], h->counts->totalPadded);
   if (r == ncclSuccess) r = epTensorAddress(tokens, g->be, out->tokens, EP_ROW_ALIGN, &dev);
-  if (r == ncclSuccess && out->scales)
-    r = epFail(ncclInvalidUsage, "%s: outputs.scales is given: not supported yet", call);
   if (r != ncclSuccess) return r;
   a->outTokens = dev;
   a->capacity = (uint32_t)out->tokens->sizes[0];
@@ -131,11 +146,87 @@ static ncclResult_t epDispatchExtrasOut(const struct ncclEpHandle *h, const nccl
   return r;
 }
 
+/* Any type whose elements are 1, 2 or 4 bytes: what the bits mean is the caller's affair. */
+static int epIsScaleType(ncclDataType_t type) {
+  static const int types[] = {
+      ncclFloat32, ncclFloat16, ncclBfloat16, ncclUint8, ncclInt32, ncclUint32, 10 /* ncclFloat8e4m3 */,
+      11 /* ncclFloat8e5m2 */};
+  for (size_t i = 0; i < sizeof types / sizeof types[0]; i++)
+    if (types[i] == (int)type) return 1;
+  return 0;
+}
+
+static ncclResult_t epDispatchScaleOptions(const ncclEpDispatchExtConfig_t *ext, int scales, epDispatchArgs *a) {
+  int columns = ext->scale_layout == NCCL_EP_SCALE_COLUMN_MAJOR;
+  uint64_t rows = epAlignUp((uint64_t)EP_SCALE_WORD * a->capacity, EP_ROW_ALIGN), stride = ext->scale_column_stride;
+  if (!columns && ext->scale_layout != NCCL_EP_SCALE_ROW_MAJOR)
+    return epFail(ncclInvalidArgument, "%s: ext_config.scale_layout is %d: expected an ncclEpScaleLayout_t", call,
+                  (int)ext->scale_layout);
+  if (columns && !scales)
+    return epFail(ncclInvalidArgument,
+                  "%s: ext_config.scale_layout is NCCL_EP_SCALE_COLUMN_MAJOR: expected quant_recipe "
+                  "NCCL_EP_DISP_QUANT_FWD, else there are no scales",
+                  call);
+  if (!columns && stride)
+    return epFail(ncclInvalidArgument,
+                  "%s: ext_config.scale_column_stride is %zu: expected 0 unless scale_layout is "
+                  "NCCL_EP_SCALE_COLUMN_MAJOR",
+                  call, ext->scale_column_stride);
+  if (columns && stride && (stride < (uint64_t)EP_SCALE_WORD * a->capacity || stride % EP_ROW_ALIGN))
+    return epFail(ncclInvalidArgument,
+                  "%s: ext_config.scale_column_stride is %zu: expected a multiple of %u, at least %llu (%u bytes for "
+                  "each of %u rows)",
+                  call, ext->scale_column_stride, EP_ROW_ALIGN, (unsigned long long)EP_SCALE_WORD * a->capacity,
+                  EP_SCALE_WORD, a->capacity);
+  /* No rows, no columns: the kernel takes a stride of 0 as row-major, and writes neither. */
+  if (columns) a->scaleColumn = stride ? stride : rows;
+  a->zeroPad = !ext->no_zero_pad;
+  return ncclSuccess;
+}
+
+static ncclResult_t epDispatchScales(const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
+                                     const ncclEpDispatchOutputs_t *out, const ncclEpDispatchConfig_t *config,
+                                     uint32_t rowBytes, uint32_t *scaleBytes, epDispatchArgs *a) {
+  static const epArgName from = {call, "inputs.scales"}, to = {call, "outputs.scales"};
+  static const char why[] = "only NCCL_EP_DISP_QUANT_FWD has scales";
+  const struct ncclEpGroup *g = h->group;
+  void *dev = NULL;
+  ncclResult_t r;
+  if (config->quant_recipe == NCCL_EP_DISP_QUANT_NONE) {
+    r = epTensorAbsent(from, in->scales, why);
+    return r == ncclSuccess ? epTensorAbsent(to, out->scales, why) : r;
+  }
+  r = epTensorCheck(from, in->scales, 2);
+  if (r == ncclSuccess && !epIsScaleType(in->scales->datatype))
+    r = epFail(ncclInvalidArgument,
+               "%s: inputs.scales is %s: expected float32, float16, bfloat16, float8, uint8, int32 or uint32", call,
+               epTypeName(in->scales->datatype));
+  if (r == ncclSuccess) r = epTensorExtent(from, in->scales, 0, a->numTokens, "tokens");
+  if (r == ncclSuccess && in->scales->sizes[1] > EP_MAX_ROW_BYTES)
+    r = epFail(ncclInvalidArgument, "%s: inputs.scales.sizes[1] is %zu: expected at most %u bytes", call,
+               in->scales->sizes[1], EP_MAX_ROW_BYTES);
+  if (r == ncclSuccess)
+    r = epScaleBytes(call, g, from.tensor, (uint64_t)in->scales->sizes[1] * epTypeBytes(in->scales->datatype), rowBytes,
+                     scaleBytes);
+  if (r == ncclSuccess) r = epTensorAddress(from, g->be, in->scales, EP_SCALE_WORD, &dev);
+  if (r != ncclSuccess) return r;
+  a->scales = dev;
+  r = epTensorCheck(to, out->scales, 2);
+  if (r == ncclSuccess) r = epTensorType(to, out->scales, in->scales->datatype);
+  if (r == ncclSuccess) r = epTensorExtent(to, out->scales, 0, a->capacity, "rows of outputs.tokens");
+  if (r == ncclSuccess) r = epTensorExtent(to, out->scales, 1, in->scales->sizes[1], "extent of inputs.scales");
+  if (r == ncclSuccess)
+    r = epTensorAddress(to, g->be, out->scales, a->scaleColumn ? EP_ROW_ALIGN : EP_SCALE_WORD, &dev);
+  if (r == ncclSuccess) a->outScales = dev;
+  return r;
+}
+
 ncclResult_t epDispatch(ncclEpHandle_t h, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
-                        const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config, cudaStream_t stream) {
+                        const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config,
+                        const ncclEpDispatchExtConfig_t *ext, cudaStream_t stream) {
   int forward = config->pass_direction == NCCL_EP_FWD_PASS;
   struct ncclEpGroup *g;
-  uint32_t rowBytes = 0;
+  uint32_t rowBytes = 0, scaleBytes = 0;
   epDispatchArgs a;
   epConfig kc;
   epGrid grid;
@@ -151,8 +242,11 @@ ncclResult_t epDispatch(ncclEpHandle_t h, const ncclEpDispatchInputs_t *in, cons
   if (r == ncclSuccess) r = epDispatchInputs(h, in, forward, &rowBytes, &a);
   if (r == ncclSuccess) r = epDispatchTokensOut(h, in, out, &a);
   if (r == ncclSuccess) r = epDispatchExtrasOut(h, out, forward, &a);
+  if (r == ncclSuccess) r = epDispatchScaleOptions(ext, config->quant_recipe == NCCL_EP_DISP_QUANT_FWD, &a);
+  if (r == ncclSuccess) r = epDispatchScales(h, in, out, config, rowBytes, &scaleBytes, &a);
   if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
+  kc.scaleBytes = scaleBytes;
   r = epPolicyMove(call, &g->topology, g->sms, EP_KERNEL_DISPATCH, &kc, &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_DISPATCH, &kc, stream, &kernel);
   if (r != ncclSuccess) return r;
@@ -161,7 +255,6 @@ ncclResult_t epDispatch(ncclEpHandle_t h, const ncclEpDispatchInputs_t *in, cons
   a.record = h->record;
   a.fillTail = g->budget != 0; /* eager outputs have no tail */
   a.globalIdx = info && info->recv_topk_idx_kind == NCCL_EP_EXPERT_ID_GLOBAL;
-  a.zeroPad = 1;
   a.pushBlocks = grid.pushBlocks;
   a.blocks = grid.blocks;
   launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};

@@ -56,6 +56,8 @@ static ncclResult_t epPrepareMove(struct ncclEpGroup *g, const ncclEpPrepareConf
   if (r == ncclSuccess) r = epRowBytes(call, g, "tokens", c->hidden, type, &rowBytes);
   if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(c->layout), c->top_k, rowBytes, dtype, weights);
+  if (!combine && c->scale_bytes) r = epScaleBytes(call, g, "scales", c->scale_bytes, rowBytes, &kc.scaleBytes);
+  if (r != ncclSuccess) return r;
   r = epPolicyMove(call, &g->topology, g->sms, id, &kc, &grid);
   return r == ncclSuccess ? epKernelCompile(g, id, &kc, &kernel) : r;
 }

@@ -139,10 +139,12 @@ uint32_t epLayoutKind(ncclEpLayout_t layout);
 ncclResult_t epUpdate(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *topk,
                       const ncclEpLayoutInfo_t *info, cudaStream_t stream);
 ncclResult_t epDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
-                        const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config, cudaStream_t stream);
+                        const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config,
+                        const ncclEpDispatchExtConfig_t *ext, cudaStream_t stream);
 ncclResult_t epCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *in, const ncclEpCombineOutputs_t *out,
                        const ncclEpCombineConfig_t *config, cudaStream_t stream);
-/* Configurations of the kernels, shared with ncclEpPrepare; threads and bulk are set by the policy. */
+/* Configurations of the kernels, shared with ncclEpPrepare; threads and bulk are set by the policy, scaleBytes by the
+ * caller. */
 epConfig epUpdateConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t indexBytes);
 epConfig epMoveConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t rowBytes, uint32_t dtype,
                       int weights);
@@ -150,6 +152,9 @@ ncclResult_t epCombineType(const char *name, ncclDataType_t type, uint32_t *dtyp
 /* Bytes of a row of `tensor`, checked against 16 and the group's limit; `name` is the call. */
 ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t hidden,
                         ncclDataType_t type, uint32_t *rowBytes);
+/* Bytes of a row of scales beside a row of `rowBytes`, checked against 4 and the group's limit. */
+ncclResult_t epScaleBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t bytes,
+                          uint32_t rowBytes, uint32_t *scaleBytes);
 
 /* ---- counts.c */
 size_t epCountsBytes(const struct ncclEpGroup *group);

@@ -43,7 +43,7 @@ ncclResult_t epShapeOf(const char *call, const epSizeRequest *request, epShape *
 ncclResult_t calculate_ep_buffer_size(uint32_t ranks, const ncclEpBufferSizeConfig_t *config,
                                       ncclEpBufferSize_t *sizes) {
   static const char call[] = "ncclEpCalculateBufferSize";
-  uint32_t typeBytes = epTypeBytes(config->datatype);
+  uint32_t typeBytes = epTypeBytes(config->datatype), combineBytes = epTypeBytes(config->combine_datatype);
   epSizeRequest request = {ranks, config->num_experts,        config->top_k, config->max_tokens,
                            0,     config->multiple_reductions};
   epShape shape;
@@ -51,7 +51,15 @@ ncclResult_t calculate_ep_buffer_size(uint32_t ranks, const ncclEpBufferSizeConf
   ncclResult_t r;
   if (!typeBytes)
     return epFail(ncclInvalidArgument, "%s: datatype is %d: expected an ncclDataType_t", call, (int)config->datatype);
+  if (!combineBytes)
+    return epFail(ncclInvalidArgument, "%s: combine_datatype is %d: expected an ncclDataType_t", call,
+                  (int)config->combine_datatype);
+  if (config->scale_bytes % EP_SCALE_WORD)
+    return epFail(ncclInvalidArgument, "%s: scale_bytes is %u: expected a multiple of %u", call, config->scale_bytes,
+                  EP_SCALE_WORD);
   request.rowBytes = (uint64_t)config->hidden * typeBytes + epAlignUp(config->scale_bytes, EP_ROW_ALIGN);
+  if (request.rowBytes < (uint64_t)config->hidden * combineBytes)
+    request.rowBytes = (uint64_t)config->hidden * combineBytes;
   r = epShapeOf(call, &request, &shape);
   if (r != ncclSuccess) return r;
   w = epWindowLayoutOf(shape);

@@ -6,6 +6,8 @@
 #include "nccl_ep.h"
 #include "nccl_ep_ext.h"
 
+#define EP_SCALE_WORD 4u /* kernels move scales in words of 4 bytes; also the width of a column of them */
+
 /* What the sizes depend on, before it is known to be possible. */
 typedef struct epSizeRequest {
   uint32_t ranks, experts, topk; /* topk 0: the largest that maxTokens allows */

@@ -226,7 +226,7 @@ typedef enum {
 /* Low-precision recipes of dispatch. */
 typedef enum {
   NCCL_EP_DISP_QUANT_NONE = 0, /* rows travel as they are, no scales */
-  NCCL_EP_DISP_QUANT_FWD = 1, /* the caller's scale rows travel beside the token rows, bit for bit. Not supported yet */
+  NCCL_EP_DISP_QUANT_FWD = 1,  /* the caller's rows of scales travel beside the token rows, both bit for bit */
   NCCL_EP_DISP_QUANT_DS_FP8E3M4 =
       2 /* BF16 in, E4M3 and FP32 scales per 128 elements out; low latency. Not supported yet */
 } ncclEpDispQuant_t;
@@ -313,7 +313,9 @@ typedef struct {
   /* Budget: rows of a rank's dispatch output (padded slots in expert-major), at least B. NCCL_EP_AUTO: eager mode, the
    * caller sizes its outputs to the counts of each routing. */
   unsigned int max_recv_tokens_per_rank;
-  unsigned int max_token_bytes;       /* widest row of dispatch or combine, bytes: a multiple of 16, at most 65536 */
+  /* Widest row of dispatch or combine, bytes: a multiple of 16, at most 65536. A dispatched row counts with its scales,
+   * which are rounded up to 16. */
+  unsigned int max_token_bytes;
   unsigned long int rdma_buffer_size; /* low latency's buffer; ignored in high throughput */
   unsigned int num_qp_per_rank;       /* ignored: one scale-up domain has no queue pairs */
   unsigned int num_channels;          /* ignored: see max_num_sms */
@@ -419,7 +421,7 @@ typedef struct {
   unsigned int magic;
   ncclEpTensor_t *tokens;       /* required: [T, H]; data NULL when T is 0 */
   ncclEpTensor_t *topk_weights; /* [T, K] FP32: required forward, forbidden backward */
-  ncclEpTensor_t *scales;       /* [T, S]: not supported yet */
+  ncclEpTensor_t *scales;       /* [T, S]: required by NCCL_EP_DISP_QUANT_FWD, forbidden else; see ncclEpDispatch */
 } ncclEpDispatchInputs_t;
 #define NCCL_EP_DISPATCH_INPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchInputs_t, NCCL_EP_MAGIC)
 #define NCCL_EP_DISPATCH_INPUTS_SIZE ((unsigned int)sizeof(ncclEpDispatchInputs_t))
@@ -436,7 +438,7 @@ typedef struct {
   unsigned int magic;
   ncclEpTensor_t *tokens;       /* required: [rows, H], the input's type; see ncclEpDispatch for the number of rows */
   ncclEpTensor_t *topk_weights; /* forward: flat [rows, K], expert-major [rows], FP32; forbidden backward */
-  ncclEpTensor_t *scales;       /* not supported yet */
+  ncclEpTensor_t *scales;       /* [rows, S], the input's type: with inputs.scales; columns: ncclEpDispatchExt */
   ncclEpTensor_t *topk_idx;     /* forward, flat: [rows, K] int64; forbidden else */
 } ncclEpDispatchOutputs_t;
 #define NCCL_EP_DISPATCH_OUTPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchOutputs_t, NCCL_EP_MAGIC)
@@ -630,7 +632,14 @@ ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle);
  * else the rows that fit arrive and ncclEpGetAsyncError says so. Flat: token rows past the received ones stay
  * untouched; with a budget, topk_idx and topk_weights past them are set to -1 and 0. layout_info  NULL, or
  * recv_topk_idx_kind config       NULL: forward, no recipe Collective, asynchronous, capturable. Any number of times
- * per update. Bytes and order of the outputs depend on the inputs only. */
+ * per update. Bytes and order of the outputs depend on the inputs only.
+ *
+ * Low precision (config.quant_recipe NCCL_EP_DISP_QUANT_FWD, both passes, flat and 2-D expert-major): inputs.scales
+ * [T, S] and outputs.scales [rows, S] are both required. A token's row of scales goes wherever its row goes, bit for
+ * bit: FP32 per 128 elements, UE8M0 as bytes or four to an int32, one per 32 or 16 elements, whatever it means. Types:
+ * FP32, FP16, BF16, FP8 (both), uint8, int32 and uint32. A row of scales has a multiple of 4 bytes (fill up to it with
+ * bytes of your own), the same on all ranks, and starts 4-byte aligned; with the row of tokens, and rounded up to 16,
+ * it fits max_token_bytes. Flat: rows past the received ones stay untouched. Expert-major: padding rows are zero. */
 ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
                             const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                             const ncclEpDispatchConfig_t *config, cudaStream_t stream);

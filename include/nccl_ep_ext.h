@@ -1,7 +1,7 @@
 /*
- * What libnccl_ep adds to the NCCL EP interface (nccl_ep.h): sizes ahead of time, group properties, exact counts on the
- * host, the routing record's metadata, compiling ahead, the last error of a thread, and communicators of the emulated
- * fabric, on which every ncclEp* call runs without a GPU.
+ * What libnccl_ep adds to the NCCL EP interface (nccl_ep.h): sizes ahead of time, group properties, dispatch with
+ * scales in columns, exact counts on the host, the routing record's metadata, compiling ahead, the last error of a
+ * thread, and communicators of the emulated fabric, on which every ncclEp* call runs without a GPU.
  *
  * Nothing here appends a field to a struct of nccl_ep.h. Every struct here starts with `size` and `magic` and is filled
  * by its _INIT macro, as there. All functions are thread-safe per group, as NCCL is per communicator.
@@ -41,14 +41,15 @@ ncclResult_t ncclEpGetErrorInfo(ncclEpGroup_t group, ncclEpErrorInfo_t *info);
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  unsigned int num_experts; /* E, a multiple of the communicator's ranks */
-  unsigned int max_tokens;  /* B, tokens a rank dispatches at most */
-  unsigned int hidden;      /* elements of a token row */
-  unsigned int top_k;       /* K */
-  ncclDataType_t datatype;  /* of the wider of dispatch and combine */
-  unsigned int scale_bytes; /* bytes of a token's row of scales, 0 for none */
-  int allow_hybrid;         /* size for several scale-up domains where the communicator spans them */
-  int multiple_reductions;  /* 1 (default): partial sums of a rank are rounded; 0: every slot travels */
+  unsigned int num_experts;        /* E, a multiple of the communicator's ranks */
+  unsigned int max_tokens;         /* B, tokens a rank dispatches at most */
+  unsigned int hidden;             /* elements of a token row */
+  unsigned int top_k;              /* K */
+  ncclDataType_t datatype;         /* of dispatched rows */
+  unsigned int scale_bytes;        /* bytes of a dispatched row's scales, a multiple of 4; 0 for none */
+  int allow_hybrid;                /* size for several scale-up domains where the communicator spans them */
+  int multiple_reductions;         /* 1 (default): partial sums of a rank are rounded; 0: every slot travels */
+  ncclDataType_t combine_datatype; /* of expert outputs where that is wider than `datatype`; else leave it 0 */
 } ncclEpBufferSizeConfig_t;
 #ifdef __cplusplus
 }
@@ -79,9 +80,10 @@ typedef struct {
 #define NCCL_EP_BUFFER_SIZE_INIT NCCL_EP_STRUCT_INIT(ncclEpBufferSize_t, NCCL_EP_MAGIC)
 
 /* ncclEpCalculateBufferSize: window bytes that a group of this communicator needs, before any is created, and the parts
- * they are made of. A group's window is sized by max_token_bytes and num_topk of its configuration, which `hidden`
- * times the element size and `top_k` stand for here. Local; allocates nothing that stays. ncclInvalidArgument names a
- * limit that is exceeded. */
+ * they are made of. A group's window is sized by max_token_bytes and num_topk of its configuration. Here
+ * max_token_bytes is the wider of a dispatched row with its scales (rounded up to 16) and a row of expert outputs: FP8
+ * with scales and BF16 outputs, for example, is datatype ncclFloat8e4m3, scale_bytes 224 and combine_datatype
+ * ncclBfloat16. Local; allocates nothing that stays. ncclInvalidArgument names a limit that is exceeded. */
 ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config,
                                        ncclEpBufferSize_t *sizes);
 
@@ -105,6 +107,38 @@ typedef struct {
 /* ncclEpGetGroupProperties: what a group is and what was chosen for it. The SM counts are those of the largest batch
  * and row. Local. */
 ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties);
+
+/* ---- Dispatch, with options ----------------------------------------------------------------------------------------
+ */
+
+/* Order of dispatch's output of scales. Matrix units that load tiles by TMA want a tile's scales of one column
+ * together: columns whose distance is a multiple of 16 bytes, without a transposing copy. */
+typedef enum {
+  NCCL_EP_SCALE_ROW_MAJOR = 0,   /* [rows, S], dense */
+  NCCL_EP_SCALE_COLUMN_MAJOR = 1 /* columns of 4 bytes (one FP32, or four UE8M0): see scale_column_stride */
+} ncclEpScaleLayout_t;
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  ncclEpScaleLayout_t scale_layout; /* of outputs.scales */
+  /* Expert-major: nonzero leaves padding rows (tokens, weights, scales) as they are instead of zero-filling them. Flat
+   * has none. */
+  int no_zero_pad;
+  /* Columns only: bytes from one column to the next, a multiple of 16 and at least 4 * rows; 0: 4 * rows rounded up to
+   * 16. Column c of row r is the 4 bytes at outputs.scales' address + c * stride + 4 * r: bytes 4 * c to 4 * c + 3 of
+   * the row. The address is a multiple of 16. The descriptor keeps the extents [rows, S] and the type that the
+   * row-major order has; the memory behind it holds S * element bytes / 4 columns. Bytes between a column's rows and
+   * the next column stay untouched. */
+  size_t scale_column_stride;
+} ncclEpDispatchExtConfig_t;
+#define NCCL_EP_DISPATCH_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchExtConfig_t, NCCL_EP_MAGIC)
+/* ncclEpDispatchExt: ncclEpDispatch, with options. ext_config NULL: as ncclEpDispatch. Options may differ from rank to
+ * rank. */
+ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
+                               const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
+                               const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext_config,
+                               cudaStream_t stream);
 
 /* ---- Exact counts on the host ------------------------------------------------------------------------------------ */
 
@@ -157,6 +191,7 @@ typedef struct {
   ncclDataType_t combine_type;  /* of expert outputs */
   ncclDataType_t index_type;    /* ncclInt64 or ncclInt32 */
   int backward;                 /* also compile the backward pass */
+  unsigned int scale_bytes;     /* of a dispatched row's scales (NCCL_EP_DISP_QUANT_FWD), 0: without scales */
 } ncclEpPrepareConfig_t;
 #define NCCL_EP_PREPARE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpPrepareConfig_t, NCCL_EP_MAGIC)
 /* ncclEpPrepare: compiles and loads every kernel that calls of this shape need, so that no later call compiles: update,
@@ -168,8 +203,10 @@ ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *con
 
 /* A communicator of the emulated fabric is accepted by ncclEpCreateGroup like any other; tensors of such a group live
  * in memory from ncclEpEmuMalloc, and streams come from ncclEpEmuStreamCreate (NULL is each rank's default stream). As
- * with NCCL, collective calls of several ranks in one process come from one thread per rank. Host code may read and
- * write emulated memory directly once the stream that used it is synchronised. */
+ * with NCCL, collective calls of several ranks in one process come from one thread per rank. Host code may read
+ * emulated memory directly once the stream that used it is synchronised; it fills it with ncclEpEmuMemcpy or
+ * ncclEpEmuMemset only (memory counts as never written until these or a kernel wrote it, and its reads are reported).
+ */
 typedef struct {
   unsigned int size;
   unsigned int magic;
@@ -193,7 +230,8 @@ typedef struct {
 /* Makes scaleOut * scaleUp communicators of one fabric, rank = o * scaleUp + u. options NULL: defaults. */
 ncclResult_t ncclEpEmuCommInitAll(ncclComm_t *comms, int scaleOut, int scaleUp, const ncclEpEmuOptions_t *options);
 ncclResult_t ncclEpEmuCommDestroy(ncclComm_t comm);
-/* Emulated device memory of the communicator's rank, poisoned; `name` appears in reports. */
+/* Emulated device memory of the communicator's rank: 0xA5 in every byte and never written; `name` appears in reports.
+ */
 ncclResult_t ncclEpEmuMalloc(ncclComm_t comm, void **ptr, size_t bytes, const char *name);
 ncclResult_t ncclEpEmuFree(ncclComm_t comm, void *ptr);
 /* In stream order; either side may be host or emulated memory. */

@@ -69,9 +69,10 @@ ncclResult_t ncclEpCreateHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, 
 
 ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle) { return epHandleDestroy(handle); }
 
-ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
-                            const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
-                            const ncclEpDispatchConfig_t *config, cudaStream_t stream) {
+ncclResult_t epEntryDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
+                             const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
+                             const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,
+                             cudaStream_t stream) {
   static const char call[] = "ncclEpDispatch";
   ncclEpDispatchInputs_t in;
   ncclEpDispatchOutputs_t out;
@@ -81,7 +82,14 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t 
   if (r == ncclSuccess) r = TAKE(call, NCCL_EP_DISPATCH_OUTPUTS, ncclEpDispatchOutputs_t, 8, outputs, &out);
   if (r == ncclSuccess) r = TAKE_OPTIONAL(call, NCCL_EP_LAYOUT_INFO, ncclEpLayoutInfo_t, 4, layout_info, &info);
   if (r == ncclSuccess) r = TAKE_OPTIONAL(call, NCCL_EP_DISPATCH_CONFIG, ncclEpDispatchConfig_t, 4, config, &c);
-  return r == ncclSuccess ? epDispatch(handle, &in, &out, &info, &c, stream) : r;
+  return r == ncclSuccess ? epDispatch(handle, &in, &out, &info, &c, ext, stream) : r;
+}
+
+ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
+                            const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
+                            const ncclEpDispatchConfig_t *config, cudaStream_t stream) {
+  const ncclEpDispatchExtConfig_t none = NCCL_EP_DISPATCH_EXT_CONFIG_INIT;
+  return epEntryDispatch(handle, inputs, outputs, layout_info, config, &none, stream);
 }
 
 ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,

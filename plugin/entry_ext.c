@@ -42,6 +42,16 @@ ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties
   return r;
 }
 
+ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
+                               const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
+                               const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext_config,
+                               cudaStream_t stream) {
+  ncclEpDispatchExtConfig_t ext;
+  ncclResult_t r = epTakeOptional("ncclEpDispatchExt", "ext_config", ext_config, (unsigned)sizeof ext, 4, &ext,
+                                  (unsigned)sizeof ext);
+  return r == ncclSuccess ? epEntryDispatch(handle, inputs, outputs, layout_info, config, &ext, stream) : r;
+}
+
 ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *counts) {
   ncclEpHostCounts_t out;
   ncclResult_t r = TAKE("ncclEpGetHostCounts", ncclEpHostCounts_t, counts, &out);

@@ -26,7 +26,7 @@ static const char doc[] = "Compile dispatch and combine kernels into a cache fol
                           "Example, DeepSeek-V3 on 8 and 16 Hopper GPUs:\n"
                           "  ep_precompile --arch 90 --ranks 8,16 --experts 256 --topk 8 --hidden 7168";
 
-enum { OPT_CACHE = 256, OPT_DISPATCH, OPT_COMBINE, OPT_LAYOUT, OPT_INDEX, OPT_BACKWARD };
+enum { OPT_CACHE = 256, OPT_DISPATCH, OPT_COMBINE, OPT_LAYOUT, OPT_INDEX, OPT_BACKWARD, OPT_SCALES };
 static const struct argp_option options[] = {
     {"arch", 'a', "LIST", 0, "targets, as 80, 90, 100, 120 (default 80,90,100,120)", 0},
     {"ranks", 'r', "LIST", 0, "ranks of the group (default 8)", 0},
@@ -34,6 +34,7 @@ static const struct argp_option options[] = {
     {"topk", 'k', "LIST", 0, "top-k (default 8)", 0},
     {"hidden", 'H', "LIST", 0, "elements of a token (default 7168)", 0},
     {"dispatch-type", OPT_DISPATCH, "TYPE", 0, "of dispatched tokens: bf16, f16, f32, fp8 (default bf16)", 0},
+    {"scale-bytes", OPT_SCALES, "N", 0, "of a dispatched token's row of scales (default 0: without scales)", 0},
     {"combine-type", OPT_COMBINE, "TYPE", 0, "of expert outputs: bf16, f16, f32 (default bf16)", 0},
     {"layout", OPT_LAYOUT, "LAYOUT", 0, "flat, expert-major or both (default both)", 0},
     {"index", OPT_INDEX, "TYPE", 0, "of topk_idx: int64, int32 or both (default int64)", 0},
@@ -51,6 +52,7 @@ typedef struct {
 typedef struct {
   list archs, ranks, experts, topks, hiddens;
   ncclDataType_t dispatchType, combineType;
+  unsigned scaleBytes;
   int flat, expertMajor, index64, index32, backward, jobs, quiet;
   const char *cacheDir;
 } precompile;
@@ -93,6 +95,7 @@ static ncclDataType_t parseType(struct argp_state *state, const char *name, cons
 
 static error_t parse(int key, char *arg, struct argp_state *state) {
   precompile *p = state->input;
+  list scales;
   char *end;
   long n;
   switch (key) {
@@ -129,6 +132,11 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
     return 0;
   case OPT_BACKWARD:
     p->backward = 1;
+    return 0;
+  case OPT_SCALES:
+    parseList(state, "scale-bytes", arg, &scales);
+    if (scales.count != 1) argp_error(state, "--scale-bytes: expected one number");
+    p->scaleBytes = scales.values[0];
     return 0;
   case OPT_CACHE:
     p->cacheDir = arg;
@@ -169,12 +177,14 @@ static int addJob(int kernel, int arch, unsigned hidden, const epConfig *config)
 }
 
 static int addMove(const struct ncclEpGroup *g, int kernel, uint32_t layout, unsigned hidden, ncclDataType_t type,
-                   int weights) {
+                   unsigned scaleBytes, int weights) {
   uint32_t rowBytes = 0, dtype = EP_DTYPE_BYTES;
   epGrid grid;
   if (kernel == EP_KERNEL_COMBINE && epCombineType("ep_precompile", type, &dtype) != ncclSuccess) return 0;
   if (epRowBytes("ep_precompile", g, "tokens", hidden, type, &rowBytes) != ncclSuccess) return 0;
   epConfig c = epMoveConfig(g, layout, g->shape.topk, rowBytes, dtype, weights);
+  if (scaleBytes && epScaleBytes("ep_precompile", g, "scales", scaleBytes, rowBytes, &c.scaleBytes) != ncclSuccess)
+    return 0;
   return epPolicyMove("ep_precompile", &g->topology, g->sms, kernel, &c, &grid) == ncclSuccess &&
          addJob(kernel, g->topology.arch, hidden, &c);
 }
@@ -194,11 +204,11 @@ static int addShape(const precompile *p, const struct ncclEpGroup *g) {
     if ((p->index64 && !addUpdate(g, layout, 8)) || (p->index32 && !addUpdate(g, layout, 4))) return 0;
     for (int h = 0; h < p->hiddens.count; h++) {
       unsigned hidden = p->hiddens.values[h];
-      if (!addMove(g, EP_KERNEL_DISPATCH, layout, hidden, p->dispatchType, 1) ||
-          !addMove(g, EP_KERNEL_COMBINE, layout, hidden, p->combineType, 0))
+      if (!addMove(g, EP_KERNEL_DISPATCH, layout, hidden, p->dispatchType, p->scaleBytes, 1) ||
+          !addMove(g, EP_KERNEL_COMBINE, layout, hidden, p->combineType, 0, 0))
         return 0;
-      if (p->backward && (!addMove(g, EP_KERNEL_DISPATCH, layout, hidden, p->dispatchType, 0) ||
-                          !addMove(g, EP_KERNEL_COMBINE, layout, hidden, p->combineType, 1)))
+      if (p->backward && (!addMove(g, EP_KERNEL_DISPATCH, layout, hidden, p->dispatchType, p->scaleBytes, 0) ||
+                          !addMove(g, EP_KERNEL_COMBINE, layout, hidden, p->combineType, 0, 1)))
         return 0;
     }
   }
