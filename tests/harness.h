@@ -87,7 +87,11 @@ typedef struct epCase {
   ncclDataType_t type;      /* of dispatched rows */
   ncclDataType_t indexType; /* ncclInt64 or ncclInt32; 0: ncclInt64 */
   uint32_t align;
-  uint32_t budget; /* 0: eager */
+  uint32_t budget;          /* 0: eager */
+  uint32_t scales;          /* S: elements of a row of scales, 0: none */
+  ncclDataType_t scaleType; /* of them */
+  int scaleColumns;         /* dispatch writes them in columns */
+  int noZeroPad;            /* padding rows stay as they are */
   uint32_t groupTopk;
   uint32_t maxSms;
   uint64_t timeoutNs;
@@ -112,8 +116,9 @@ int64_t epPickRandom(const epCase *c, uint32_t rank, uint32_t token, uint32_t k,
 typedef struct epRun {
   const epRound *round;
   ncclEpHandle_t handle;
-  epTestTensor topk, x, w, out, outW, outIdx, y, expertCounters, expertOffsets, total;
-  unsigned salt; /* varies what may be varied: counter types, slack of outputs */
+  epTestTensor topk, x, w, scales, out, outW, outIdx, outScales, y, expertCounters, expertOffsets, total;
+  size_t scaleStride; /* between columns of outScales, 0: row-major */
+  unsigned salt;      /* varies what may be varied: counter types, slack of outputs */
 } epRun;
 
 void epGroupConfigOf(const epCase *c, ncclEpGroupConfig_t *config);

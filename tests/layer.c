@@ -101,6 +101,17 @@ static ncclDataType_t combineType(const epCase *c) { return combinable(c->type) 
 
 static int isFlat(const epCase *c) { return c->layout == NCCL_EP_LAYOUT_FLAT; }
 
+static size_t scaleBytesOf(const epCase *c) { return c->scales ? c->scales * epTestTypeBytes(c->scaleType) : 0; }
+
+/* Bytes without a pattern that a shifted row or word would share. */
+static void scaleRow(const epCase *c, uint32_t rank, uint32_t token, unsigned char *row) {
+  uint32_t state = (rank * c->maxTokens + token + 1) * 2654435761u;
+  for (size_t b = 0; b < scaleBytesOf(c); b++) {
+    state = state * 1664525u + 1013904223u;
+    row[b] = (unsigned char)(state >> 24);
+  }
+}
+
 static void *must(void *p) {
   if (!p) {
     fprintf(stderr, "out of memory\n");
@@ -178,8 +189,9 @@ void epGroupConfigOf(const epCase *c, ncclEpGroupConfig_t *config) {
   config->num_experts = c->experts;
   config->max_dispatch_tokens_per_rank = c->maxTokens;
   config->max_recv_tokens_per_rank = c->budget;
-  size_t a = epTestTypeBytes(c->type), b = epTestTypeBytes(combineType(c));
-  config->max_token_bytes = (unsigned)((a > b ? a : b) * c->hidden);
+  size_t a = epTestTypeBytes(c->type) * c->hidden + (scaleBytesOf(c) + 15) / 16 * 16;
+  size_t b = epTestTypeBytes(combineType(c)) * c->hidden;
+  config->max_token_bytes = (unsigned)(a > b ? a : b);
   config->num_topk = c->groupTopk ? c->groupTopk : c->topk;
   config->max_num_sms = c->maxSms;
   config->timeout_ns = c->timeoutNs;
@@ -342,6 +354,71 @@ static void makeInputs(epTestRank *me, epRun *run) {
   epTensorFill(me, &run->x, rows);
   epTensorFill(me, &run->w, weights);
   free(rows), free(weights);
+  epTensorFree(me, &run->scales);
+  if (!c->scales) return;
+  epTensorMake(me, &run->scales, c->scaleType, 2, tokens, c->scales, "scales");
+  rows = must(calloc(tokens + 1, scaleBytesOf(c)));
+  for (uint32_t t = 0; t < tokens; t++) scaleRow(c, (uint32_t)me->rank, t, rows + t * scaleBytesOf(c));
+  epTensorFill(me, &run->scales, rows);
+  free(rows);
+}
+
+/* Room for the output's scales: dense rows, or columns that are as close as can be or farther apart. */
+static void makeScalesOut(epTestRank *me, epRun *run, uint64_t capacity) {
+  const epCase *c = run->round->c;
+  epTensorFree(me, &run->outScales);
+  run->scaleStride = 0;
+  if (!c->scales) return;
+  if (!c->scaleColumns) {
+    epTensorMake(me, &run->outScales, c->scaleType, 2, capacity, c->scales, "dispatch scales");
+    return;
+  }
+  run->scaleStride = (capacity * 4 + 15) / 16 * 16 + (run->salt & 1 ? 32 : 0);
+  epTensorMake(me, &run->outScales, ncclUint8, 1, run->scaleStride * (scaleBytesOf(c) / 4), 0, "dispatch scales");
+  run->outScales.t.ndim = 2, run->outScales.t.datatype = c->scaleType;
+  run->outScales.sizes[0] = capacity, run->outScales.sizes[1] = c->scales;
+}
+
+/* Dispatch with what the case asks for. */
+static ncclResult_t dispatchCall(epRun *run, int backward, ncclEpDispatchInputs_t *in, ncclEpDispatchOutputs_t *out,
+                                 const ncclEpLayoutInfo_t *info) {
+  const epCase *c = run->round->c;
+  ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
+  ncclEpDispatchExtConfig_t ext = NCCL_EP_DISPATCH_EXT_CONFIG_INIT;
+  config.pass_direction = backward ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
+  if (c->scales) {
+    config.quant_recipe = NCCL_EP_DISP_QUANT_FWD;
+    in->scales = &run->scales.t, out->scales = &run->outScales.t;
+  }
+  if (!c->scaleColumns && !c->noZeroPad) return ncclEpDispatch(run->handle, in, out, info, &config, NULL);
+  ext.scale_layout = c->scaleColumns ? NCCL_EP_SCALE_COLUMN_MAJOR : NCCL_EP_SCALE_ROW_MAJOR;
+  ext.scale_column_stride = run->salt & 1 ? run->scaleStride : 0;
+  ext.no_zero_pad = c->noZeroPad;
+  return ncclEpDispatchExt(run->handle, in, out, info, &config, &ext, NULL);
+}
+
+/* Every byte of the output's scales, those that nobody may touch included. */
+static void checkScales(epTestRank *me, const epRun *run) {
+  const epCase *c = run->round->c;
+  const epRefRank *want = &run->round->ref->rank[me->rank];
+  const unsigned char *got = run->outScales.t.data;
+  size_t bytes = scaleBytesOf(c);
+  if (!got) return;
+  unsigned char *all = must(malloc(run->outScales.bytes)), *row = must(malloc(bytes));
+  memset(all, FILL, run->outScales.bytes);
+  for (uint64_t i = 0; i < want->rows; i++) {
+    const epRefRow *r = &want->row[i];
+    memset(row, c->noZeroPad ? FILL : 0, bytes);
+    if (r->source >= 0) scaleRow(c, (uint32_t)r->source, (uint32_t)r->token, row);
+    for (uint32_t b = 0; b < bytes; b++) all[epRefScaleOffset((uint32_t)bytes, run->scaleStride, i, b)] = row[b];
+  }
+  for (size_t b = 0; b < run->outScales.bytes; b++)
+    if (got[b] != all[b]) {
+      EXPECT(me, 0, "dispatch: byte %zu of the scales is 0x%02x instead of 0x%02x", b, got[b], all[b]);
+      break;
+    }
+  free(all), free(row);
+  epTensorCheckGuards(me, &run->outScales, "dispatch scales");
 }
 
 static void checkRows(epTestRank *me, const epRun *run) {
@@ -352,7 +429,7 @@ static void checkRows(epTestRank *me, const epRun *run) {
   unsigned char *row = must(malloc(rowBytes));
   for (uint64_t i = 0; i < want->rows && got; i++) {
     const epRefRow *r = &want->row[i];
-    memset(row, 0, rowBytes);
+    memset(row, c->noZeroPad ? FILL : 0, rowBytes);
     if (r->source >= 0) tokenRow(c, c->type, (uint32_t)r->source, (uint32_t)r->token, 1.0f, row);
     if (memcmp(got + i * rowBytes, row, rowBytes))
       EXPECT(me, 0, "dispatch: row %llu is not (rank %d, token %d, k %d)", (unsigned long long)i, r->source, r->token,
@@ -391,7 +468,11 @@ static void checkExpertMajorExtras(epTestRank *me, const epRun *run) {
   const float *w = run->outW.t.data;
   for (uint64_t i = 0; i < want->rows && w; i++) {
     const epRefRow *r = &want->row[i];
-    float weight = r->source < 0 ? 0.0f : weightOf((uint32_t)r->source, (uint32_t)r->token, (uint32_t)r->k);
+    float weight = 0;
+    if (r->source >= 0)
+      weight = weightOf((uint32_t)r->source, (uint32_t)r->token, (uint32_t)r->k);
+    else if (run->round->c->noZeroPad)
+      memset(&weight, FILL, sizeof(weight));
     EXPECT(me, w[i] == weight, "dispatch: topk_weights[%llu] is %g instead of %g", (unsigned long long)i, (double)w[i],
            (double)weight);
   }
@@ -418,9 +499,11 @@ void epRunDispatch(epTestRank *me, epRun *run) {
     out.topk_idx = &run->outIdx.t;
     info.recv_topk_idx_kind = global ? NCCL_EP_EXPERT_ID_GLOBAL : NCCL_EP_EXPERT_ID_AUTO;
   }
-  EXPECT_OK(me, ncclEpDispatch(run->handle, &in, &out, isFlat(c) ? &info : NULL, NULL, NULL));
+  makeScalesOut(me, run, capacity);
+  EXPECT_OK(me, dispatchCall(run, 0, &in, &out, isFlat(c) ? &info : NULL));
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   checkRows(me, run);
+  checkScales(me, run);
   if (isFlat(c))
     checkFlatExtras(me, run, global);
   else
@@ -512,11 +595,11 @@ static void backwardDispatch(epTestRank *me, epRun *run) {
   in.tokens = &run->x.t;
   ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
   out.tokens = &run->out.t;
-  ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
-  config.pass_direction = NCCL_EP_BWD_PASS;
-  EXPECT_OK(me, ncclEpDispatch(run->handle, &in, &out, NULL, &config, NULL));
+  makeScalesOut(me, run, capacity);
+  EXPECT_OK(me, dispatchCall(run, 1, &in, &out, NULL));
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   checkRows(me, run);
+  checkScales(me, run);
 }
 
 /* Weights of the backward combine: a number for each (row, k) that is in use, NaN bits elsewhere. */
@@ -586,9 +669,9 @@ void epRunBackward(epTestRank *me, epRun *run) {
 }
 
 void epRunFree(epTestRank *me, epRun *run) {
-  epTestTensor *all[] = {&run->topk,          &run->x,      &run->w, &run->out,
-                         &run->outW,          &run->outIdx, &run->y, &run->expertCounters,
-                         &run->expertOffsets, &run->total};
+  epTestTensor *all[] = {&run->topk,          &run->x,      &run->w,      &run->out,
+                         &run->outW,          &run->outIdx, &run->y,      &run->expertCounters,
+                         &run->expertOffsets, &run->total,  &run->scales, &run->outScales};
   EXPECT_OK(me, ncclEpHandleDestroy(run->handle));
   for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) epTensorFree(me, all[i]);
   memset(run, 0, sizeof(*run));
@@ -613,7 +696,7 @@ static void caseBody(epTestRank *me) {
     epRunUpdate(me, &run, &p->rounds[i]);
     epRunDispatch(me, &run);
     epRunCombine(me, &run);
-    if (combinable(p->c->type)) epRunBackward(me, &run);
+    epRunBackward(me, &run);
   }
   if (!p->c->budget) epExpectNoAsyncError(me);
   epRunFree(me, &run);
