@@ -29,6 +29,7 @@ static Backend *of(epBackend *be) { return reinterpret_cast<Backend *>(be); }
 // One call of one rank: takes the lock, checks the rank.
 struct Call {
   Call(epBackend *be, const char *name) : b(of(be)), lock(lockEmulator()), rc(b->fabric->enter(b->rank, name)) {}
+  explicit Call(epBackend *be) : b(of(be)), lock(lockEmulator()), rc(ncclSuccess) { b->fabric->touch(b->rank); } // gives back
   Backend *b;
   Lock lock;
   ncclResult_t rc;
@@ -46,9 +47,9 @@ ncclResult_t freeRegion(Lock &lock, Fabric &f, int rank, void *p, bool mapped, c
   Region *r = f.engine.memory.regionAt(p);
   if (!r || r->base != p || r->freed || r->rank != rank || (r->kind == RegionKind::Mapped) != mapped)
     return fail(ncclInvalidArgument, "%s: %p is not the start of emulated memory of rank %d", call, p, rank);
-  ncclResult_t rc = f.synchronizeRank(lock, rank, call); // as cudaFree does
+  if (f.ranks[size_t(rank)].broken.empty()) f.synchronizeRank(lock, rank, call); // as cudaFree does; an error is told by others
   f.engine.memory.release(r);
-  return rc;
+  return ncclSuccess;
 }
 
 static void destroy(epBackend *be) {
@@ -86,7 +87,7 @@ static ncclResult_t alloc(epBackend *be, void **dev, size_t bytes) {
 }
 
 static ncclResult_t freeDevice(epBackend *be, void *dev) {
-  Call c(be, "free");
+  Call c(be);
   return freeRegion(c.lock, c.fabric(), c.b->rank, dev, false, "free");
 }
 
@@ -99,7 +100,7 @@ static ncclResult_t allocMapped(epBackend *be, void **host, void **dev, size_t b
 }
 
 static ncclResult_t freeMapped(epBackend *be, void *host) {
-  Call c(be, "freeMapped");
+  Call c(be);
   return freeRegion(c.lock, c.fabric(), c.b->rank, host, true, "freeMapped");
 }
 
@@ -126,7 +127,7 @@ static ncclResult_t windowCreate(epBackend *be, size_t bytes, epWindow **out, vo
 }
 
 static ncclResult_t windowDestroy(epBackend *be, epWindow *window) {
-  Call c(be, "windowDestroy");
+  Call c(be);
   auto &v = c.b->windows;
   for (size_t i = 0; i < v.size(); i++)
     if (reinterpret_cast<epWindow *>(v[i].get()) == window) {

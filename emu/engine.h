@@ -70,6 +70,7 @@ struct Fiber {
   KnownRef known, fencedKnown;
   u32 epoch, sharedFenced, globalFenced; // own clock; own part that passed a fence
   bool viewSharedFenced, viewGlobalFenced;
+  bool touchedGlobal;                    // a first grid_wait would come too late
   ReleaseRef fenceRelease;               // given away by relaxed stores after a fence
   KnownRef relaxedSeen, relaxedSeenFenced; // gained at the next fence
   // stores and bulk stores
@@ -236,6 +237,7 @@ public:
   u32 atomicUpdate(u32 *addr, bool compare, u32 expected, u32 operand, bool acquireRelease, bool system, Place place);
   void fence();
   void sleep();
+  void gridWait();
   u64 clock();
 
 private:

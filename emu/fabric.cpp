@@ -69,10 +69,15 @@ Fabric::~Fabric() {
     for (auto &s : r.streams) engine.removeStream(s.get());
 }
 
-ncclResult_t Fabric::enter(int rank, const char *call) {
+void Fabric::touch(int rank) {
   Rank &r = ranks[size_t(rank)];
   r.thread = std::this_thread::get_id();
   r.calledAt = lastCall = Clock_::now();
+}
+
+ncclResult_t Fabric::enter(int rank, const char *call) {
+  touch(rank);
+  Rank &r = ranks[size_t(rank)];
   if (!r.broken.empty())
     return fail(ncclInternalError, "%s: rank %d of the emulated fabric is stuck since an earlier call: %s", call, rank,
                 r.broken.c_str());
@@ -90,8 +95,7 @@ ncclResult_t Fabric::createStream(int rank, Stream **out) {
 
 ncclResult_t Fabric::destroyStream(Lock &lock, int rank, Stream *s, const char *call) {
   Rank &r = ranks[size_t(rank)];
-  ncclResult_t rc = synchronize(lock, rank, s, call);
-  if (rc != ncclSuccess) return rc;
+  if (r.broken.empty()) synchronize(lock, rank, s, call);
   for (size_t i = OWN_STREAMS; i < r.streams.size(); i++)
     if (r.streams[i].get() == s) {
       engine.removeStream(s);
@@ -205,6 +209,11 @@ void Fabric::breakStuck() {
     }
     if (stuck) r.broken = why;
   }
+  if (meeting) {
+    meeting->error = "a rank is stuck in an earlier call";
+    meeting->done = true;
+    meeting.reset();
+  }
 }
 
 bool Fabric::wait(Lock &lock, Waiter &w, Clock_::time_point deadline) {
@@ -297,6 +306,8 @@ void Fabric::relax(Lock &lock, int rank, u64 deadlineNs) {
 
 ncclResult_t Fabric::exchange(Lock &lock, int rank, const char *call, const void *mine, void *all, size_t bytes) {
   size_t n = ranks.size();
+  for (size_t r = 0; r < n; r++) // it will not come any more
+    if (!ranks[r].broken.empty()) return fail(ncclInternalError, "%s: rank %zu is stuck since an earlier call", call, r);
   if (!meeting) {
     meeting = std::make_shared<Meeting>();
     meeting->call = call;

@@ -63,7 +63,8 @@ public:
   std::vector<Rank> ranks;
   Engine engine;
 
-  // Every call begins with enter(); it fails where the rank is broken.
+  // Every call begins with enter(); it fails where the rank is broken. Calls that give something back begin with touch().
+  void touch(int rank);
   ncclResult_t enter(int rank, const char *call);
   ncclResult_t findStream(int rank, cudaStream_t handle, const char *call, Stream **out);
   void queue(int rank, Stream *s, StreamOp op);

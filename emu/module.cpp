@@ -19,13 +19,14 @@ static Comm *find(ncclComm_t comm) {
   return comms().count(c) ? c : nullptr;
 }
 
-// Runs `body(lock, comm)` for a live communicator whose rank is not broken.
-template <class Body> static ncclResult_t with(ncclComm_t handle, const char *call, Body body) {
+// Runs `body(lock, comm)` for a live communicator, whose rank is not broken unless something is given back.
+template <class Body> static ncclResult_t with(ncclComm_t handle, const char *call, Body body, bool givesBack = false) {
   try {
     Lock lock = lockEmulator();
     Comm *c = find(handle);
     if (!c) return fail(ncclInvalidArgument, "%s: comm %p is not an emulated communicator", call, static_cast<void *>(handle));
-    ncclResult_t rc = c->fabric->enter(c->rank, call);
+    c->fabric->touch(c->rank);
+    ncclResult_t rc = givesBack ? ncclSuccess : c->fabric->enter(c->rank, call);
     return rc != ncclSuccess ? rc : body(lock, *c);
   } catch (const std::bad_alloc &) {
     return fail(ncclSystemError, "%s: out of host memory", call);
@@ -72,7 +73,8 @@ static ncclResult_t commDestroy(ncclComm_t comm) {
   Comm *c = find(comm);
   if (!c) return fail(ncclInvalidArgument, "ncclEpEmuCommDestroy: %p is not an emulated communicator", static_cast<void *>(comm));
   std::shared_ptr<Fabric> fabric = c->fabric;
-  if (fabric->enter(c->rank, "ncclEpEmuCommDestroy") == ncclSuccess) fabric->synchronizeRank(lock, c->rank, "ncclEpEmuCommDestroy");
+  fabric->touch(c->rank);
+  if (fabric->ranks[size_t(c->rank)].broken.empty()) fabric->synchronizeRank(lock, c->rank, "ncclEpEmuCommDestroy");
   fabric->leave(c->rank);
   comms().erase(c);
   delete c;
@@ -92,7 +94,7 @@ static ncclResult_t allocate(ncclComm_t comm, void **ptr, size_t bytes, const ch
 static ncclResult_t release(ncclComm_t comm, void *ptr) {
   return with(comm, "ncclEpEmuFree", [&](Lock &lock, Comm &c) {
     return freeRegion(lock, *c.fabric, c.rank, ptr, false, "ncclEpEmuFree");
-  });
+  }, true);
 }
 
 static ncclResult_t copy(ncclComm_t comm, void *dst, const void *src, size_t bytes, cudaStream_t stream) {
@@ -132,7 +134,7 @@ static ncclResult_t streamDestroy(ncclComm_t comm, cudaStream_t stream) {
     Stream *s;
     ncclResult_t rc = c.fabric->findStream(c.rank, stream, "ncclEpEmuStreamDestroy", &s);
     return rc != ncclSuccess ? rc : c.fabric->destroyStream(lock, c.rank, s, "ncclEpEmuStreamDestroy");
-  });
+  }, true);
 }
 
 static ncclResult_t streamSynchronize(ncclComm_t comm, cudaStream_t stream) {
@@ -168,7 +170,7 @@ static ncclResult_t eventDestroy(ncclComm_t comm, cudaEvent_t event) {
     auto &v = c.fabric->ranks[size_t(c.rank)].events;
     v.erase(std::find(v.begin(), v.end(), e));
     return ncclSuccess;
-  });
+  }, true);
 }
 
 static ncclResult_t queueEvent(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream, bool record, const char *call) {
@@ -231,7 +233,7 @@ static ncclResult_t windowDeregister(ncclComm_t comm, ncclWindow_t window) {
         return ncclSuccess;
       }
     return fail(ncclInvalidArgument, "ncclEpEmuWindowDeregister: not a window of rank %d", c.rank);
-  });
+  }, true);
 }
 
 // Also for broken ranks: it is where the reason stands.

@@ -118,6 +118,8 @@ DEV uint32_t atomic_cas(uint32_t *a, uint32_t expect, uint32_t v, Here h = Here:
   return e().atomicUpdate(a, true, expect, v, false, true, at(h));
 }
 
+DEV void grid_wait() { e().gridWait(); } // a stream's kernels follow one another here
+DEV void grid_launch() {}
 DEV void nanosleep(uint32_t) { e().sleep(); }
 DEV uint64_t globaltimer() { return e().clock(); }
 

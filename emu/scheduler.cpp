@@ -203,6 +203,11 @@ void Engine::yield() {
 
 void Engine::sleep() { yield(); }
 
+// Kernels before this one on the stream have ended already; what can be checked is that nothing was touched before.
+void Engine::gridWait() {
+  if (cur->touchedGlobal) report(Fault::Misuse, 4, "%s uses global memory before its grid_wait", me(0).c_str());
+}
+
 u64 Engine::clock() {
   clockReads++;
   return clockNs += 1;
@@ -337,7 +342,7 @@ void Engine::startBlock(Launch *l) {
     f.known = f.fencedKnown = l->initial;
     f.epoch = b->base + 1;
     f.sharedFenced = f.globalFenced = f.bulkIssued = f.bulkReadDone = f.bulkWriteDone = b->base;
-    f.viewSharedFenced = f.viewGlobalFenced = false;
+    f.viewSharedFenced = f.viewGlobalFenced = f.touchedGlobal = false;
     f.fenceRelease = ReleaseRef();
     f.relaxedSeen = f.relaxedSeenFenced = KnownRef();
     f.pending.clear();

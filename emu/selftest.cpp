@@ -226,6 +226,7 @@ static void testExecution(void **) {
   caught(litmus::execution, 5, "[deadlock]", 2, 1, 128);
   caught(litmus::execution, 6, "disagree", 2, 1, 128);
   caught(litmus::execution, 7, "polling global memory ctr[rank", 2, 1, 128);
+  caught(litmus::execution, 8, "before its grid_wait", 2, 1, 128);
 }
 
 // ---- streams and memory ---------------------------------------------------------------------------------------------

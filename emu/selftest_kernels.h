@@ -139,9 +139,11 @@ inline void grid(const Args &a) {
 
 // Execution: scans, divergent halves, named barriers, mbarrier arrivals, votes. 1: barrier missing in a block scan;
 // 2: named barrier count differs; 3: an mbarrier arrival missing; 4 (legal): timeout taken; 5: vote-polling a flag that
-// nobody sets; 6: lanes call different collectives; 7: a flag nobody sets, without timeout
+// nobody sets; 6: lanes call different collectives; 7: a flag nobody sets, without timeout; 8: memory used before grid_wait
 inline void execution(const Args &a) {
   const uint32_t l = lane(), w = warp(), s = smem_base();
+  if (a.bug == 8) ldg<uint32_t>(a.ctr[a.rank]);
+  grid_wait();
   if (tid() == 0) {
     mbar_init(s, 32);
     fence_mbar_init();
