@@ -5,7 +5,14 @@
 
 #include "layout.h"
 
-enum { EP_KERNEL_UPDATE = 0, EP_KERNEL_DISPATCH, EP_KERNEL_COMBINE, EP_KERNEL_COUNT };
+enum {
+  EP_KERNEL_UPDATE = 0,
+  EP_KERNEL_DISPATCH,
+  EP_KERNEL_COMBINE,
+  EP_KERNEL_LL_DISPATCH, /* low latency: arguments and sizes are in ll_layout.h */
+  EP_KERNEL_LL_COMBINE,
+  EP_KERNEL_COUNT
+};
 
 enum { EP_DTYPE_BYTES = 0, EP_DTYPE_BF16, EP_DTYPE_F16, EP_DTYPE_F32 };
 

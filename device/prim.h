@@ -16,6 +16,7 @@
  *                                          touches what it covers
  *   global     ldg<T>(p) stg<T>(p, T)  weak; T: u32 int32_t u64 int64_t float uint4
  *              ld_acquire_sys/ld_relaxed_sys(u32* or u64*)  st_release_sys/st_relaxed_sys  fence_sys()
+ *              ld_relaxed_sys128(p) -> uint4, st_relaxed_sys128(p, uint4): 16 bytes at once, as one 128-bit scalar
  *              ld_acquire_gpu(u32*)  atomic_add(u32*, v) relaxed gpu   atomic_add_acq_rel_gpu(u32*, v)
  *              atomic_cas(u32*, expect, v) relaxed sys
  *   time       nanosleep(ns) globaltimer()

@@ -132,6 +132,25 @@ DEV void st_relaxed_sys(uint32_t *a, uint32_t v) {
 DEV void st_relaxed_sys(uint64_t *a, uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(a), "l"(v) : "memory");
 }
+/* Scalars of 128 bits are the widest that the memory model calls single-copy atomic; vectors of 4 x 32 bits are not. */
+DEV uint4 ld_relaxed_sys128(const void *a) {
+  uint64_t lo, hi;
+  asm volatile("{.reg .b128 t; ld.relaxed.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t;}"
+               : "=l"(lo), "=l"(hi)
+               : "l"(a)
+               : "memory");
+  uint4 v;
+  v.x = (uint32_t)lo;
+  v.y = (uint32_t)(lo >> 32);
+  v.z = (uint32_t)hi;
+  v.w = (uint32_t)(hi >> 32);
+  return v;
+}
+DEV void st_relaxed_sys128(void *a, uint4 v) {
+  uint64_t lo = (uint64_t)v.y << 32 | v.x, hi = (uint64_t)v.w << 32 | v.z;
+  asm volatile("{.reg .b128 t; mov.b128 t, {%1, %2}; st.relaxed.sys.global.b128 [%0], t;}" ::"l"(a), "l"(lo), "l"(hi)
+               : "memory");
+}
 DEV void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 DEV uint32_t ld_acquire_gpu(const uint32_t *a) {
   uint32_t v;

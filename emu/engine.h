@@ -234,6 +234,7 @@ public:
   void load(const void *addr, void *out, u32 bytes, Place place);
   void store(void *addr, const void *data, u32 bytes, Order order, Place place);
   u64 poll(const void *addr, u32 bytes, bool acquire, bool system, Place place);
+  void pollWide(const void *addr, void *out, Place place); // 16 bytes at once, relaxed; waits on the first word
   u32 atomicUpdate(u32 *addr, bool compare, u32 expected, u32 operand, bool acquireRelease, bool system, Place place);
   void fence();
   void sleep();

@@ -10,9 +10,13 @@
 
 #include "combine.h"
 
+#include "ll_dispatch.h"
+
+#include "ll_combine.h"
+
 namespace emu {
 
-static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combine"};
+static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combine", "ll_dispatch", "ll_combine"};
 
 const char *kernelName(int id) { return id >= 0 && id < EP_KERNEL_COUNT ? names[id] : "?"; }
 
@@ -31,6 +35,10 @@ std::function<void()> kernelBody(int id, const epConfig &config, const void *arg
     return bind<epDispatchArgs>([](const epConfig &c, const epDispatchArgs &a) { ep_dispatch(c, a); }, config, args, bytes);
   case EP_KERNEL_COMBINE:
     return bind<epCombineArgs>([](const epConfig &c, const epCombineArgs &a) { ep_combine(c, a); }, config, args, bytes);
+  case EP_KERNEL_LL_DISPATCH:
+    return bind<epLlDispatchArgs>([](const epConfig &c, const epLlDispatchArgs &a) { ep_ll_dispatch(c, a); }, config, args, bytes);
+  case EP_KERNEL_LL_COMBINE:
+    return bind<epLlCombineArgs>([](const epConfig &c, const epLlCombineArgs &a) { ep_ll_combine(c, a); }, config, args, bytes);
   default: return {};
   }
 }

@@ -107,6 +107,14 @@ DEV void st_release_sys(uint64_t *a, uint64_t v, Here h = Here::current()) {
 DEV void st_relaxed_sys(uint64_t *a, uint64_t v, Here h = Here::current()) {
   e().store(a, &v, 8, emu::Engine::Order::Relaxed, at(h));
 }
+DEV uint4 ld_relaxed_sys128(const void *a, Here h = Here::current()) {
+  uint4 v;
+  e().pollWide(a, &v, at(h));
+  return v;
+}
+DEV void st_relaxed_sys128(void *a, uint4 v, Here h = Here::current()) {
+  e().store(a, &v, 16, emu::Engine::Order::Relaxed, at(h));
+}
 DEV void fence_sys() { e().fence(); }
 DEV uint32_t atomic_add(uint32_t *a, uint32_t v, Here h = Here::current()) {
   return e().atomicUpdate(a, false, 0, v, false, false, at(h));

@@ -397,6 +397,16 @@ u64 Engine::poll(const void *addr, u32 bytes, bool acquiring, bool system, Place
   return readWord(addr, bytes);
 }
 
+void Engine::pollWide(const void *addr, void *out, Place place) {
+  Region *r = regionFor(addr, 16, 16, "strong load", place);
+  memset(out, 0xEE, 16);
+  if (!r) return;
+  poll(addr, 4, false, true, place);
+  if (r->freed) return;
+  if (r->shadow) checkRead(r, static_cast<const u8 *>(addr), 16, true, true, place);
+  memcpy(out, addr, 16); // no other thread runs in between
+}
+
 void Engine::park(Fiber *f) {
   f->parkedAt = parked.size();
   parked.push_back(f);

@@ -1,0 +1,289 @@
+/* Low-latency combine: expert outputs back to the token's rank, reduced, in one launch. The mirror of low-latency dispatch,
+ * along the record that it left: rows travel as units that need no flag (ll_layout.h), staged at the row of their token.
+ *
+ *   push      rank-major: a warp a strip of an arrived row, sent as it is. 3-D expert-major: the strip's slots, each
+ *             weighted by fused multiply-add, summed in ascending k in FP32 and rounded once: one row a rank crosses the link,
+ *             not one a slot. The weights are known to the token's rank alone, which sends them first, as words that carry
+ *             their generation; they arrive while the slots are being read
+ *   reduce    a warp a strip of a token: the ranks' rows in the order of the highest k each holds, FP32, rounded once; this
+ *             rank's own share is made on the spot
+ *
+ * Latency in dependent trips: rows and counts of the record (0.7 us), their place there (0.7), input rows (0.8), store to
+ * the peer and its first sight there (1.5), store. Bytes: N * slots read, 4/3 of the remote N over the link and read
+ * again, T written; 3-D: T * K words of 8 bytes over the link besides. */
+#ifndef EP_DEVICE_LL_COMBINE_H_
+#define EP_DEVICE_LL_COMBINE_H_
+
+#include "ll.h"
+#include "numbers.h"
+
+#define EP_LL_PUSH_BATCH 4   /* slots whose loads are on their way together */
+#define EP_LL_REDUCE_BATCH 2 /* rows */
+
+/* A strip's sum in a lane. */
+struct epLlSum {
+  epVec v[EP_STRIP_VECTORS];
+};
+
+DEV void ep_ll_sum_zero(epLlSum &s) {
+#pragma unroll
+  for (int i = 0; i < EP_STRIP_VECTORS; i++)
+    ep_vec_zero(s.v[i]);
+}
+
+template <class C> DEV void ep_ll_sum_add(const C c, epLlSum &s, const uint4 *x) {
+#pragma unroll
+  for (int i = 0; i < EP_STRIP_VECTORS; i++)
+    ep_vec_add(c, s.v[i], x[i]);
+}
+
+template <class C> DEV void ep_vec_fma(const C c, epVec &a, uint4 x, float weight) {
+  uint32_t w[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (c.dtype == EP_DTYPE_F32) {
+      a.v[i] = p::fma(weight, p::as_float(w[i]), a.v[i]);
+    } else {
+      a.v[2 * i] = p::fma(weight, c.dtype == EP_DTYPE_BF16 ? p::bf16_lo(w[i]) : p::f16_lo(w[i]), a.v[2 * i]);
+      a.v[2 * i + 1] = p::fma(weight, c.dtype == EP_DTYPE_BF16 ? p::bf16_hi(w[i]) : p::f16_hi(w[i]), a.v[2 * i + 1]);
+    }
+  }
+}
+
+template <class C> DEV void ep_ll_sum_fma(const C c, epLlSum &s, const uint4 *x, float weight) {
+#pragma unroll
+  for (int i = 0; i < EP_STRIP_VECTORS; i++)
+    ep_vec_fma(c, s.v[i], x[i], weight);
+}
+
+template <class C> DEV void ep_ll_sum_round(const C c, const epLlSum &s, uint4 *out) {
+#pragma unroll
+  for (int i = 0; i < EP_STRIP_VECTORS; i++)
+    out[i] = ep_vec_round(c, s.v[i]);
+}
+
+template <class C> DEV const uint8_t *ep_ll_input(const C c, const epLlCombineArgs &a, uint32_t row, uint32_t strip) {
+  return a.tokens + (uint64_t)row * c.rowBytes + strip * EP_STRIP_DATA;
+}
+
+template <class C> DEV uint64_t ep_ll_weight_word(const C c, const epLlOp &op, uint32_t B, uint32_t source) {
+  return (uint64_t)((op.gen & 1) * c.ranks + source) * B * c.topk;
+}
+
+/* ---- Push ---------------------------------------------------------------------------------------------------------- */
+
+/* The sending blocks: this rank's weights to the owners of their experts. */
+template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t tokens) {
+  const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
+  for (uint32_t i = p::bid() * c.threads + p::tid(); i < tokens * c.topk; i += a.pushBlocks * c.threads) {
+    int32_t e = p::ldg<int32_t>(topk + i);
+    uint32_t w = p::as_u32(p::ldg<float>(a.weights + i)), owner = (uint32_t)e / (c.experts / c.ranks);
+    if (e >= 0 && owner != a.group.rank)
+      p::st_relaxed_sys((uint64_t *)(ep_window(a.group, owner) + a.window.weights) +
+                            ep_ll_weight_word(c, op, a.group.maxTokens, a.group.rank) + i,
+                        (uint64_t)op.gen << 32 | w);
+  }
+}
+
+/* A warp: strip of the weighted sum of row (s, j)'s slots. `slot`: of the lane's k. False: gave up. */
+template <class C>
+DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t s, uint32_t token, uint32_t slot,
+                     uint32_t strip, uint4 *out) {
+  uint32_t bytes = ep_ll_bytes(c, strip), slots = p::ballot(p::FULL, slot != EP_NONE), weight = 0;
+  const uint64_t *words = (const uint64_t *)(ep_window(a.group, a.group.rank) + a.window.weights) +
+                          ep_ll_weight_word(c, op, a.group.maxTokens, s) + (uint64_t)token * c.topk;
+  epLlSum sum;
+  bool known = false;
+  ep_ll_sum_zero(sum);
+  for (uint32_t m = slots; m;) {
+    uint4 x[EP_LL_PUSH_BATCH][EP_STRIP_VECTORS];
+    uint32_t n = m;
+#pragma unroll
+    for (int b = 0; b < EP_LL_PUSH_BATCH; b++) {
+      if (n) {
+        ep_ll_load(ep_ll_input(c, a, p::shfl(p::FULL, slot, p::ffs(n) - 1), strip), bytes, x[b]);
+        n &= n - 1;
+      }
+    }
+    if (!known) { /* the first slots are on their way */
+      bool ok = slot == EP_NONE ||
+                ep_wait_word(a.group, words + p::lane(), op.gen, EP_PHASE_COMBINE_ROWS, s, &weight);
+      if (p::ballot(p::FULL, !ok))
+        return false;
+      known = true;
+    }
+#pragma unroll
+    for (int b = 0; b < EP_LL_PUSH_BATCH; b++) {
+      if (m) {
+        ep_ll_sum_fma(c, sum, x[b], p::as_float(p::shfl(p::FULL, weight, p::ffs(m) - 1)));
+        m &= m - 1;
+      }
+    }
+  }
+  ep_ll_sum_round(c, sum, out);
+  return true;
+}
+
+template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, const epLlOp &op) {
+  uint32_t warps = a.pushBlocks * (c.threads / 32), index = p::bid() * (c.threads / 32) + p::warp(), me = a.group.rank;
+  uint32_t strips = epLlStrips(c.rowBytes), B = a.group.maxTokens, buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE);
+  const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
+  const uint32_t *recvToken = (const uint32_t *)(a.record + a.recordLayout.recvToken);
+  const uint32_t *recvSlot = (const uint32_t *)(a.record + a.recordLayout.recvSlot);
+  uint64_t items = (uint64_t)ep_most_rows(c, recvCount) * (c.ranks - 1) * strips;
+  for (uint64_t i = index; i < items; i += warps) {
+    uint32_t strip = (uint32_t)(i % strips), q = (uint32_t)(i / strips), j = q / (c.ranks - 1);
+    uint32_t s = (me + 1 + q % (c.ranks - 1)) % c.ranks, bytes = ep_ll_bytes(c, strip);
+    if (j >= p::ldg<uint32_t>(recvCount + s))
+      continue;
+    uint32_t token = p::ldg<uint32_t>(recvToken + (uint64_t)s * B + j);
+    uint4 v[EP_STRIP_VECTORS], u[EP_STRIP_UNITS];
+    if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR) {
+      ep_ll_load(ep_ll_input(c, a, s * B + j, strip), bytes, v);
+    } else {
+      uint32_t slot = p::lane() < c.topk ? p::ldg<uint32_t>(recvSlot + ((uint64_t)s * B + j) * c.topk + p::lane()) : EP_NONE;
+      if (!ep_ll_weigh(c, a, op, s, token, slot, strip, v))
+        return;
+    }
+    ep_ll_to_units(buffer, op.gen, v, u);
+    ep_ll_send(ep_window(a.group, s) + epLlStageRow(&a.window, c.ranks, B, op.gen, s, me, token) + strip * EP_STRIP_BYTES,
+               bytes, u);
+  }
+}
+
+/* ---- Reduce -------------------------------------------------------------------------------------------------------- */
+
+/* Rows that enter a token's sum, one a lane, and the order in which they do. */
+struct epLlParts {
+  uint32_t count;    /* rows */
+  uint32_t order;    /* of the lane's row; EP_NONE: the lane has none */
+  uint32_t owner;    /* whose it is */
+  uint64_t address;  /* of the lane's row: this rank's input, or another's staged units */
+  uint32_t weight;   /* of a local row, 3-D */
+  uint32_t local;    /* lanes with rows of this rank */
+  uint32_t localEnd; /* order of the last of them: there their sum is rounded and enters */
+};
+
+DEV const uint8_t *ep_ll_from(uint64_t address, uint32_t lane) {
+  uint32_t lo = p::shfl(p::FULL, (uint32_t)address, lane), hi = p::shfl(p::FULL, (uint32_t)(address >> 32), lane);
+  return (const uint8_t *)((uint64_t)hi << 32 | lo);
+}
+
+template <class C>
+DEV void ep_ll_parts(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, epLlParts &q) {
+  uint32_t l = p::lane(), me = a.group.rank, locals = c.experts / c.ranks, B = a.group.maxTokens, row = EP_NONE;
+  uint64_t at = (uint64_t)t * c.topk + l;
+  int32_t e = l < c.topk ? p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + at) : -1;
+  uint32_t owner = e >= 0 ? (uint32_t)e / locals : EP_NONE;
+  uint32_t mates = p::match_any(p::FULL, e >= 0 ? owner : ep_lone_key());
+  bool last = e >= 0 && (mates >> l) == 1; /* highest k of its rank */
+  q.weight = 0;
+  q.owner = owner;
+  if (owner == me) {
+    uint32_t j = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.sendRow) + t);
+    if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR) {
+      row = last ? me * B + j : EP_NONE;
+    } else {
+      row = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) + ((uint64_t)me * B + j) * c.topk + l);
+      q.weight = p::as_u32(p::ldg<float>(a.weights + at));
+    }
+  }
+  q.local = p::ballot(p::FULL, row != EP_NONE);
+  uint32_t ends = p::ballot(p::FULL, last), localEnd = p::ballot(p::FULL, last && owner == me);
+  uint32_t remote = ends & ~localEnd;
+  /* The lane (a bit) at which a lane's row enters: its rank's highest k. */
+  uint32_t enters = owner == me ? localEnd : 1u << l;
+  q.order = p::popc(remote & (enters - 1));
+  if (owner == me)
+    q.order += p::popc(q.local & ep_lanes_below());
+  else if (localEnd < enters)
+    q.order += p::popc(q.local);
+  if (row == EP_NONE && !(remote >> l & 1))
+    q.order = EP_NONE;
+  q.count = p::popc(remote) + p::popc(q.local);
+  q.localEnd = q.local ? p::popc(remote & (localEnd - 1)) + p::popc(q.local) - 1 : EP_NONE;
+  q.address = owner == me ? (uint64_t)(a.tokens + (uint64_t)(row == EP_NONE ? 0 : row) * c.rowBytes)
+                          : (uint64_t)(ep_window(a.group, me) +
+                                       (owner == EP_NONE ? 0 : epLlStageRow(&a.window, c.ranks, B, op.gen, me, owner, t)));
+}
+
+/* A warp: one strip of token t. False: gave up. */
+template <class C>
+DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip) {
+  uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE);
+  uint32_t wanted = ep_ll_wanted(bytes);
+  bool weighted = c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
+  epLlParts q;
+  epLlSum sum, own;
+  ep_ll_parts(c, a, op, t, q);
+  ep_ll_sum_zero(sum);
+  ep_ll_sum_zero(own);
+  for (uint32_t n = 0; n < q.count; n += EP_LL_REDUCE_BATCH) {
+    uint4 x[EP_LL_REDUCE_BATCH][EP_STRIP_UNITS], v[EP_STRIP_VECTORS];
+    uint32_t from[EP_LL_REDUCE_BATCH];
+    const uint8_t *row[EP_LL_REDUCE_BATCH];
+#pragma unroll
+    for (uint32_t b = 0; b < EP_LL_REDUCE_BATCH; b++) {
+      from[b] = p::ffs(p::ballot(p::FULL, q.order == n + b)) - 1;
+      if (n + b >= q.count)
+        continue;
+      row[b] = ep_ll_from(q.address, from[b]);
+      if (q.local >> from[b] & 1)
+        ep_ll_load(row[b] + strip * EP_STRIP_DATA, bytes, x[b]);
+      else
+        ep_ll_look<EP_STRIP_UNITS>(op, wanted, ep_ll_unit_at(row[b], strip), x[b]);
+    }
+#pragma unroll
+    for (uint32_t b = 0; b < EP_LL_REDUCE_BATCH; b++) {
+      if (n + b >= q.count)
+        continue;
+      if (q.local >> from[b] & 1) {
+        if (weighted)
+          ep_ll_sum_fma(c, own, x[b], p::as_float(p::shfl(p::FULL, q.weight, from[b])));
+        else
+          ep_ll_sum_add(c, own, x[b]);
+        if (n + b == q.localEnd) {
+          ep_ll_sum_round(c, own, v);
+          ep_ll_sum_add(c, sum, v);
+        }
+        continue;
+      }
+      if (!ep_ll_settle<EP_STRIP_UNITS>(c, a.group, op, EP_PHASE_COMBINE_ROWS, p::shfl(p::FULL, q.owner, from[b]),
+                                        ep_ll_unit_at(row[b], strip), x[b]))
+        return false;
+      ep_ll_to_vectors(buffer, x[b], v);
+      ep_ll_sum_add(c, sum, v);
+    }
+  }
+  uint4 out[EP_STRIP_VECTORS];
+  ep_ll_sum_round(c, sum, out);
+  ep_ll_store(a.outTokens + (uint64_t)t * c.rowBytes + strip * EP_STRIP_DATA, bytes, out);
+  return true;
+}
+
+template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t tokens) {
+  uint32_t warps = (a.blocks - a.pushBlocks) * (c.threads / 32), strips = epLlStrips(c.rowBytes);
+  for (uint32_t i = (p::bid() - a.pushBlocks) * (c.threads / 32) + p::warp(); i < tokens * strips; i += warps)
+    if (!ep_ll_reduce(c, a, op, i / strips, i % strips))
+      return;
+}
+
+template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
+  epLlOp op = ep_ll_begin(a.group);
+  uint32_t held = p::ldg<uint32_t>(&((const epRecordHeader *)(a.record + a.recordLayout.header))->tokens);
+  uint32_t tokens = held < a.numTokens ? held : a.numTokens;
+  if (p::bid() < a.pushBlocks) {
+    if (p::bid() == 0)
+      ep_ll_greet(c, a.group, a.window, op);
+    if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
+      ep_ll_send_weights(c, a, op, tokens);
+    ep_ll_return(c, a, op);
+  } else {
+    ep_ll_reduce_all(c, a, op, tokens);
+    if (p::bid() == a.blocks - 1)
+      ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_COMBINE_CREDIT);
+  }
+  ep_ll_end(a.group, op, a.blocks);
+}
+
+#endif
