@@ -385,6 +385,7 @@ template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a,
 }
 
 template <class C> DEV void ep_combine(const C c, const epCombineArgs &a) {
+  p::grid_wait();
   uint32_t gen = p::ldg<uint32_t>(&ep_state(a.group)->stageGen) + 1;
   bool push = p::bid() < a.pushBlocks;
   epPipe q = ep_pipe(c, a.group);
@@ -393,6 +394,7 @@ template <class C> DEV void ep_combine(const C c, const epCombineArgs &a) {
     ep_combine_senders(c, a, q, gen);
   else if (!ep_is_signaller(c))
     ep_combine_reduce(c, a, q, gen);
+  p::grid_launch();
   ep_operation_end(c, a.group, q, gen, a.blocks);
 }
 

@@ -388,6 +388,7 @@ template <class C> DEV void ep_dispatch_epilogue(const C c, const epDispatchArgs
 }
 
 template <class C> DEV void ep_dispatch(const C c, const epDispatchArgs &a) {
+  p::grid_wait();
   uint32_t gen = p::ldg<uint32_t>(&ep_state(a.group)->stageGen) + 1;
   bool push = p::bid() < a.pushBlocks;
   epPipe q = ep_pipe(c, a.group);
@@ -396,6 +397,7 @@ template <class C> DEV void ep_dispatch(const C c, const epDispatchArgs &a) {
     ep_dispatch_senders(c, a, q, gen);
   else if (!ep_is_signaller(c))
     ep_dispatch_epilogue(c, a, q, gen);
+  p::grid_launch();
   ep_operation_end(c, a.group, q, gen, a.blocks);
 }
 

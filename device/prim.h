@@ -19,6 +19,8 @@
  *              ld_relaxed_sys128(p) -> uint4, st_relaxed_sys128(p, uint4): 16 bytes at once, as one 128-bit scalar
  *              ld_acquire_gpu(u32*)  atomic_add(u32*, v) relaxed gpu   atomic_add_acq_rel_gpu(u32*, v)
  *              atomic_cas(u32*, expect, v) relaxed sys
+ *   grid       grid_wait()    the kernels before this one on the stream are done and visible; comes first in every kernel
+ *              grid_launch()  the next kernel's blocks may take their places and wait there; orders no memory
  *   time       nanosleep(ns) globaltimer()
  *   numbers    bf16_lo/bf16_hi(u32) -> float, f16_lo/f16_hi(u32) -> float, pack_bf16(lo, hi), pack_f16(lo, hi): round to
  *              nearest even; fadd(a, b), fma(a, b, c): one rounding each; as_float(u32) as_u32(float)

@@ -167,6 +167,17 @@ DEV uint32_t atomic_cas(uint32_t *a, uint32_t expect, uint32_t v) {
   return atomicCAS((unsigned int *)a, expect, v);
 }
 
+DEV void grid_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEV void grid_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 DEV void nanosleep(uint32_t ns) { __nanosleep(ns); }
 DEV uint64_t globaltimer() {
   uint64_t t;

@@ -94,6 +94,8 @@ template <class C> DEV void ep_update_publish(const C c, uint32_t *histogram) {
   }
 }
 
+#define EP_BASES_AT_ONCE 16
+
 DEV uint64_t ep_word(uint32_t gen, uint32_t value) { return (uint64_t)gen << 32 | value; }
 
 /* Adds the sums of earlier blocks; the last block sends the totals, each word carrying its generation. */
@@ -102,9 +104,10 @@ template <class C> DEV void ep_update_bases(const C c, const epUpdateArgs &a, co
   bool last = p::bid() == a.blocks - 1;
   for (uint32_t i = p::tid(); i < columns; i += c.threads) {
     uint32_t before = 0;
-#pragma unroll 8
-    for (uint32_t b = 0; b < p::bid(); b++)
-      before += p::ldg<uint32_t>(histogram + (uint64_t)b * columns + i);
+    for (uint32_t b = 0; b < p::bid(); b += EP_BASES_AT_ONCE) /* loads in flight together: each is a trip to the L2 */
+#pragma unroll
+      for (uint32_t u = 0; u < EP_BASES_AT_ONCE; u++)
+        before += b + u < p::bid() ? p::ldg<uint32_t>(histogram + (uint64_t)(b + u) * columns + i) : 0;
     for (uint32_t w = 0; w < warps; w++)
       p::sts<uint32_t>(ep_hist(c, w, i), p::lds<uint32_t>(ep_hist(c, w, i)) + before);
     if (last) {
@@ -166,7 +169,7 @@ template <class C> DEV void ep_update_place(const C c, const epUpdateArgs &a, ui
 template <class C> DEV void ep_update_send_flags(const C c, const epUpdateArgs &a, uint32_t gen) {
   p::sync_threads();
   if (p::tid() == 0)
-    p::sts<uint32_t>(p::smem_base(), p::atomic_add_acq_rel_gpu(&ep_state(a.group)->updateSent, 1));
+    p::sts<uint32_t>(p::smem_base(), a.blocks > 1 ? p::atomic_add_acq_rel_gpu(&ep_state(a.group)->updateSent, 1) : 0);
   p::sync_threads();
   bool last = p::lds<uint32_t>(p::smem_base()) == a.blocks - 1;
   for (uint32_t d = p::tid(); last && d < c.ranks; d += c.threads)
@@ -365,6 +368,8 @@ template <class C> DEV void ep_update_copy_meta(const C c, const epUpdateArgs &a
 }
 
 template <class C> DEV void ep_update(const C c, const epUpdateArgs &a) {
+  p::grid_wait();
+  p::grid_launch();
   epGroupState *state = ep_state(a.group);
   uint32_t *histogram = (uint32_t *)(a.group.scratch + a.group.scratchLayout.histogram);
   uint32_t gen = p::ldg<uint32_t>(&state->updateGen) + 1;
@@ -378,7 +383,7 @@ template <class C> DEV void ep_update(const C c, const epUpdateArgs &a) {
   ep_update_publish(c, histogram);
   p::sync_threads();
   bool ok = true;
-  if (p::tid() == 0) {
+  if (p::tid() == 0 && a.blocks > 1) {
     p::atomic_add_acq_rel_gpu(&state->updateArrived, 1);
     if (c.bug != EP_BUG_NO_GRID_BARRIER)
       ok = ep_wait_flag(a.group, &state->updateArrived, a.blocks, EP_PHASE_GRID, a.group.rank);
@@ -395,7 +400,7 @@ template <class C> DEV void ep_update(const C c, const epUpdateArgs &a) {
     ep_update_copy_meta(c, a, gen);
   }
   p::sync_threads();
-  if (p::tid() == 0 && p::atomic_add_acq_rel_gpu(&state->updateDone, 1) == a.blocks - 1) {
+  if (p::tid() == 0 && (a.blocks == 1 || p::atomic_add_acq_rel_gpu(&state->updateDone, 1) == a.blocks - 1)) {
     p::stg<uint32_t>(&state->updateArrived, 0);
     p::stg<uint32_t>(&state->updateSent, 0);
     p::stg<uint32_t>(&state->updateDone, 0);

@@ -29,6 +29,7 @@ static ncclResult_t bindDriver(void *lib) {
   EP_CU_FUNCTIONS(X)
 #undef X
   bindSymbol(lib, "cuFuncLoad", &driver.funcLoad, NULL);
+  bindSymbol(lib, "cuLaunchKernelEx", &driver.launchKernelEx, NULL);
   if (missing)
     return epFail(ncclSystemError, "libcuda.so.1 lacks %s: the CUDA driver is too old, 12.0 or newer is needed",
                   missing);

@@ -73,11 +73,30 @@ enum { EP_CU_CAPTURE_STATUS_NONE = 0, EP_CU_CAPTURE_MODE_RELAXED = 2 };
     (epCuFunction function, unsigned gridX, unsigned gridY, unsigned gridZ, unsigned blockX, unsigned blockY, \
      unsigned blockZ, unsigned smemBytes, epCuStream stream, void **params, void **extra))
 
+/* cuLaunchKernelEx's structs (CUDA 12.0 on), as far as one attribute needs them. */
+#define EP_CU_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION 6
+typedef struct epCuLaunchAttribute {
+  int id;
+  char pad[8 - sizeof(int)];
+  union {
+    char room[64];
+    int programmaticStreamSerializationAllowed;
+  } value;
+} epCuLaunchAttribute;
+typedef struct epCuLaunchConfig {
+  unsigned gridX, gridY, gridZ, blockX, blockY, blockZ, smemBytes;
+  epCuStream stream;
+  epCuLaunchAttribute *attributes;
+  unsigned count;
+} epCuLaunchConfig;
+
 typedef struct epCuDriver {
 #define X(slot, symbol, parameters) epCuResult(*slot) parameters;
   EP_CU_FUNCTIONS(X)
 #undef X
   epCuResult (*funcLoad)(epCuFunction function); /* since 12.4; NULL before */
+  epCuResult (*launchKernelEx)(const epCuLaunchConfig *config, epCuFunction function, void **params,
+                               void **extra); /* since 12.0; NULL before */
   int version;                                   /* 1000 * major + 10 * minor: the CUDA version that the driver runs */
 } epCuDriver;
 
