@@ -73,7 +73,7 @@ void epTensorFree(epTestRank *me, epTestTensor *t) {
 
 /* One element: value times the sign that bit (h mod 16) of r * B + t gives. */
 static void putElement(ncclDataType_t type, void *row, size_t h, int negative, float value) {
-  if (type == ncclFloat8e4m3 || type == ncclFloat8e5m2 || type == ncclUint8 || type == ncclInt8) {
+  if (epTestTypeBytes(type) == 1) {
     ((unsigned char *)row)[h] = (unsigned char)((negative ? 0x80 : 0) | (type == ncclFloat8e5m2 ? 0x3c : 0x38));
     return;
   }

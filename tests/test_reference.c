@@ -128,6 +128,16 @@ static void outOfRangeSelectsNothing(void **state) {
   epRefDestroy(ref);
 }
 
+/* Two words a row; in columns that are 48 bytes apart word 1 of row 3 follows word 1 of row 2. */
+static void scalesInRowsAndColumns(void **state) {
+  (void)state;
+  assert_int_equal(epRefScaleOffset(8, 0, 3, 5), 29);
+  assert_int_equal(epRefScaleOffset(8, 48, 3, 3), 15);
+  assert_int_equal(epRefScaleOffset(8, 48, 3, 5), 61);
+  assert_int_equal(epRefScaleOffset(8, 48, 2, 7), 59);
+  assert_int_equal(epRefScaleOffset(4, 16, 0, 0), 0);
+}
+
 /* One token of rank 0 with its expert rows; `rows` in k order. */
 static void combineOne(epRefType type, uint32_t ranks, uint32_t topk, const int64_t *idx, const float *values,
                        int multipleReductions, const float *bias, float *out) {
@@ -236,6 +246,7 @@ int main(void) {
       cmocka_unit_test(emptyExpertsTakeNoRows),
       cmocka_unit_test(budgetDropsInOutputOrder),
       cmocka_unit_test(outOfRangeSelectsNothing),
+      cmocka_unit_test(scalesInRowsAndColumns),
       cmocka_unit_test(partialSumsAreRounded),
       cmocka_unit_test(ranksEnterByHighestK),
       cmocka_unit_test(nothingSelectedGivesZero),

@@ -297,6 +297,11 @@ static void sumOfDomain(const tokenSlots *s, int domain, float *partial, float *
   roundSum(s->how->type, sum, s->how->hidden);
 }
 
+size_t epRefScaleOffset(uint32_t scaleBytes, uint64_t columnStride, uint64_t row, uint32_t byte) {
+  if (!columnStride) return (size_t)(row * scaleBytes + byte);
+  return (size_t)(byte / 4 * columnStride + row * 4 + byte % 4);
+}
+
 void epRefCombineToken(const epRef *ref, const epRefCombine *how, uint32_t rank, uint32_t token,
                        const void *const *rows, float *scratch, void *out) {
   tokenSlots s = {ref, how, rows, rank, token};

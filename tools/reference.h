@@ -55,6 +55,10 @@ int epRefOwner(const epRef *ref, uint32_t rank, uint32_t token, uint32_t k);
 /* Row `row` of the topk_idx that `rank` receives (flat only): local ids, or global ones; -1 elsewhere. */
 void epRefIndexRow(const epRef *ref, uint32_t rank, uint64_t row, int global, int64_t *out);
 
+/* Where byte `byte` of row `row` lies in an output of scales: rows of `scaleBytes` where columnStride is 0, else
+ * columns of 4 bytes that start columnStride bytes apart. */
+size_t epRefScaleOffset(uint32_t scaleBytes, uint64_t columnStride, uint64_t row, uint32_t byte);
+
 /* Combine of one token of `rank`. rows[k] is the expert output at ref->slot[rank][token * topk + k] of the owner, NULL
  * where that is -1. scaleUp: ranks of a domain, ref->in.ranks for plain. out: [hidden] elements of `type`. `scratch`
  * holds 4 * hidden floats. */
