@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "ll.h"
 #include "runtime.h"
 #include "tensor.h"
 
@@ -107,12 +108,13 @@ ncclResult_t epCombine(ncclEpHandle_t h, const ncclEpCombineInputs_t *in, const 
   g = h->group;
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
+  if (r == ncclSuccess && epIsLl(g)) return epLlCombine(h, in, out, config, stream);
   if (r == ncclSuccess) r = epCombineConfigCheck(config);
   if (r == ncclSuccess) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epCombineInputs(h, in, backward, &rowBytes, &dtype, &a);
   if (r == ncclSuccess) r = epCombineOutputs(h, in, out, backward, &a);
   if (r != ncclSuccess) return r;
-  kc = epMoveConfig(g, epLayoutKind(h->layout), h->topk, rowBytes, dtype, backward);
+  kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, dtype, backward);
   r = epPolicyMove(call, &g->topology, g->sms, EP_KERNEL_COMBINE, &kc, &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_COMBINE, &kc, stream, &kernel);
   if (r != ncclSuccess) return r;

@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include "fail.h"
+#include "ll.h"
 #include "runtime.h"
 
 size_t epCountsBytes(const struct ncclEpGroup *g) {
@@ -149,6 +150,9 @@ ncclResult_t epHostCountsGet(ncclEpHandle_t h, ncclEpHostCounts_t *counts) {
   static const char call[] = "ncclEpGetHostCounts";
   epHostCounts *copy;
   ncclResult_t r = epHandleFind(call, h);
+  if (r == ncclSuccess && epIsLl(h->group))
+    return epFail(ncclInvalidUsage, "%s: low latency exchanges no counts beforehand: give ncclEpDispatch a layout_info",
+                  call);
   if (r == ncclSuccess) r = epUpdateWait(call, h);
   if (r == ncclSuccess && !h->updated) r = epHandleRouted(call, h, NULL);
   if (r != ncclSuccess) return r;

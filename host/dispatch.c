@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "ll.h"
 #include "runtime.h"
 #include "sizes.h"
 #include "tensor.h"
@@ -237,6 +238,7 @@ ncclResult_t epDispatch(ncclEpHandle_t h, const ncclEpDispatchInputs_t *in, cons
   g = h->group;
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
+  if (r == ncclSuccess && epIsLl(g)) return epLlDispatch(h, in, out, info, config, stream);
   if (r == ncclSuccess) r = epDispatchConfigCheck(config, info);
   if (r == ncclSuccess) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epDispatchInputs(h, in, forward, &rowBytes, &a);
@@ -245,7 +247,7 @@ ncclResult_t epDispatch(ncclEpHandle_t h, const ncclEpDispatchInputs_t *in, cons
   if (r == ncclSuccess) r = epDispatchScaleOptions(ext, config->quant_recipe == NCCL_EP_DISP_QUANT_FWD, &a);
   if (r == ncclSuccess) r = epDispatchScales(h, in, out, config, rowBytes, &scaleBytes, &a);
   if (r != ncclSuccess) return r;
-  kc = epMoveConfig(g, epLayoutKind(h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
+  kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
   kc.scaleBytes = scaleBytes;
   r = epPolicyMove(call, &g->topology, g->sms, EP_KERNEL_DISPATCH, &kc, &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_DISPATCH, &kc, stream, &kernel);

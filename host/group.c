@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "ll.h"
 #include "object.h"
 
 ncclResult_t epGroupFind(const char *call, ncclEpGroup_t group) {
@@ -128,6 +129,8 @@ ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGrou
   if (r == ncclSuccess) r = epRefuseCapture("ncclEpCreateGroup", g, NULL, "a group cannot be made then");
   if (r != ncclSuccess) goto release;
   g->windowLayout = epWindowLayoutOf(g->shape);
+  if (epIsLl(g)) r = epLlWindowCheck("ncclEpCreateGroup", &g->shape, &g->windowLayout.bytes);
+  if (r != ncclSuccess) goto release;
   g->scratchLayout = epScratchLayoutOf(g->shape.ranks, g->shape.experts);
   g->sms = epPolicySms(&g->topology, g->config.max_num_sms);
   g->budget = g->config.max_recv_tokens_per_rank;

@@ -8,8 +8,6 @@ static const char call[] = "ncclEpCreateGroup";
 
 /* What belongs to later versions of this library: refused by name, never pretended. */
 static ncclResult_t epGroupConfigSupported(const ncclEpGroupConfig_t *c) {
-  if (c->algorithm == NCCL_EP_ALGO_LOW_LATENCY)
-    return epFail(ncclInvalidUsage, "%s: algorithm NCCL_EP_ALGO_LOW_LATENCY is not supported yet", call);
   if (c->enable_mask) return epFail(ncclInvalidUsage, "%s: enable_mask is not supported yet: expected 0", call);
   if (c->zero_copy == NCCL_EP_ZERO_COPY_ON)
     return epFail(ncclInvalidUsage, "%s: zero_copy NCCL_EP_ZERO_COPY_ON is not supported yet: expected AUTO or OFF",

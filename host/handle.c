@@ -3,11 +3,14 @@
 #include <string.h>
 
 #include "fail.h"
+#include "ll.h"
 #include "runtime.h"
 #include "object.h"
 #include "tensor.h"
 
-uint32_t epLayoutKind(ncclEpLayout_t layout) {
+uint32_t epLayoutKind(const struct ncclEpGroup *g, ncclEpLayout_t layout) {
+  if (epIsLl(g))
+    return layout == NCCL_EP_LAYOUT_RANK_MAJOR ? EP_LAYOUT_KIND_RANK_MAJOR : EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
   return layout == NCCL_EP_LAYOUT_FLAT ? EP_LAYOUT_KIND_FLAT : EP_LAYOUT_KIND_EXPERT_MAJOR;
 }
 
@@ -28,12 +31,15 @@ ncclResult_t epHandleFind(const char *call, ncclEpHandle_t handle) {
 /* What HandleMemSize and InitHandle share: the layout, the alignment and K. */
 static ncclResult_t epHandleCheck(const char *call, const struct ncclEpGroup *g, ncclEpLayout_t layout,
                                   const ncclEpHandleConfig_t *config, int topk) {
-  if (layout == NCCL_EP_LAYOUT_RANK_MAJOR)
+  if (epIsLl(g)) {
+    ncclResult_t r = epLlHandleCheck(call, layout, config);
+    if (r != ncclSuccess) return r;
+  } else if (layout == NCCL_EP_LAYOUT_RANK_MAJOR)
     return epFail(ncclInvalidUsage,
                   "%s: layout is NCCL_EP_LAYOUT_RANK_MAJOR: high throughput has NCCL_EP_LAYOUT_FLAT and "
                   "NCCL_EP_LAYOUT_EXPERT_MAJOR",
                   call);
-  if (layout != NCCL_EP_LAYOUT_FLAT && layout != NCCL_EP_LAYOUT_EXPERT_MAJOR)
+  if (!epIsLl(g) && layout != NCCL_EP_LAYOUT_FLAT && layout != NCCL_EP_LAYOUT_EXPERT_MAJOR)
     return epFail(ncclInvalidArgument, "%s: layout is %d: expected NCCL_EP_LAYOUT_FLAT or NCCL_EP_LAYOUT_EXPERT_MAJOR",
                   call, (int)layout);
   if (config->dispatch_output_per_expert_alignment > EP_MAX_ALIGN)
@@ -49,7 +55,9 @@ static ncclResult_t epHandleCheck(const char *call, const struct ncclEpGroup *g,
 
 static size_t epHandleBytes(const struct ncclEpGroup *g, int topk) {
   const epShape *s = &g->shape;
-  return (size_t)epRecordLayoutOf(s->ranks, s->experts, topk == -1 ? s->topk : (uint32_t)topk, s->maxTokens).bytes;
+  uint32_t k = topk == -1 ? s->topk : (uint32_t)topk;
+  if (epIsLl(g)) return (size_t)epLlRecordLayoutOf(s->ranks, k, s->maxTokens).bytes;
+  return (size_t)epRecordLayoutOf(s->ranks, s->experts, k, s->maxTokens).bytes;
 }
 
 ncclResult_t epHandleMemSize(ncclEpGroup_t group, ncclEpLayout_t layout, const ncclEpHandleConfig_t *config,
@@ -198,16 +206,17 @@ static ncclResult_t epHandleRecognise(const char *call, struct ncclEpHandle *h) 
   if (head.magic != EP_RECORD_MAGIC || head.version != EP_RECORD_VERSION || !head.generation)
     return epFail(ncclInvalidUsage, "%s: handle_mem holds no routing record: call ncclEpUpdateHandle first", call);
   if (head.ranks != g->shape.ranks || head.experts != g->shape.experts || head.maxTokens != g->shape.maxTokens ||
-      head.rank != (uint32_t)g->topology.rank || head.layout != epLayoutKind(h->layout))
+      head.rank != (uint32_t)g->topology.rank || head.layout != epLayoutKind(g, h->layout))
     return epFail(ncclInvalidUsage,
                   "%s: handle_mem holds the record of another group or layout (rank %u of %u, %u experts, %u tokens, "
                   "layout kind %u): expected rank %d of %u, %u experts, %u tokens, layout kind %u",
                   call, head.rank, head.ranks, head.experts, head.maxTokens, head.layout, g->topology.rank,
-                  g->shape.ranks, g->shape.experts, g->shape.maxTokens, epLayoutKind(h->layout));
+                  g->shape.ranks, g->shape.experts, g->shape.maxTokens, epLayoutKind(g, h->layout));
   if (head.topk < 1 || head.topk > h->topkRoom || (h->topkFixed && head.topk != h->topkFixed))
     return epFail(ncclInvalidUsage, "%s: handle_mem holds a record with top-k %u: expected %s%u", call, head.topk,
                   h->topkFixed ? "" : "at most ", h->topkRoom);
   h->topk = head.topk;
+  h->tokens = head.tokens;
   h->foreign = 1;
   return ncclSuccess;
 }

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "ll.h"
 #include "runtime.h"
 
 static const char call[] = "ncclEpGetHandleMetadata";
@@ -78,6 +79,8 @@ static ncclResult_t epSent(struct ncclEpHandle *h, ncclEpHandleMetadata_t *m) {
 
 ncclResult_t epHandleMetadata(ncclEpHandle_t h, ncclEpHandleMetadata_t *m) {
   ncclResult_t r = epHandleFind(call, h);
+  if (r == ncclSuccess && epIsLl(h->group))
+    r = epFail(ncclInvalidUsage, "%s: low latency has no metadata: places are fixed by rank or expert", call);
   if (r == ncclSuccess) r = epHandleRouted(call, h, NULL);
   if (r == ncclSuccess && h->updated && !h->captured) {
     /* the whole kernel, not only its counts: the record is complete at its end */

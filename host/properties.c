@@ -2,11 +2,23 @@
 #include <stdio.h>
 
 #include "fail.h"
+#include "ll.h"
 #include "runtime.h"
 #include "sizes.h"
 #include "tensor.h"
 
+static unsigned long long epLlBlocks(const struct ncclEpGroup *g, int id) {
+  epConfig c = epMoveConfig(g, EP_LAYOUT_KIND_RANK_MAJOR, g->shape.topk, g->shape.maxRowBytes, EP_DTYPE_BF16, 1);
+  epGrid grid;
+  if (id == EP_KERNEL_UPDATE) return 0; /* a copy */
+  id = id == EP_KERNEL_DISPATCH ? EP_KERNEL_LL_DISPATCH : EP_KERNEL_LL_COMBINE;
+  return epPolicyLl("ncclEpGetGroupProperties", &g->topology, g->sms, id, g->shape.maxTokens, &c, &grid) == ncclSuccess
+             ? grid.blocks
+             : 0;
+}
+
 static unsigned long long epBlocks(const struct ncclEpGroup *g, int id) {
+  if (epIsLl(g)) return epLlBlocks(g, id);
   epConfig c = id == EP_KERNEL_UPDATE
                    ? epUpdateConfig(g, EP_LAYOUT_KIND_FLAT, g->shape.topk, 8)
                    : epMoveConfig(g, EP_LAYOUT_KIND_FLAT, g->shape.topk, g->shape.maxRowBytes, EP_DTYPE_BF16, 1);
@@ -55,7 +67,7 @@ static ncclResult_t epPrepareMove(struct ncclEpGroup *g, const ncclEpPrepareConf
   if (r == ncclSuccess && combine) r = epCombineType(call, type, &dtype);
   if (r == ncclSuccess) r = epRowBytes(call, g, "tokens", c->hidden, type, &rowBytes);
   if (r != ncclSuccess) return r;
-  kc = epMoveConfig(g, epLayoutKind(c->layout), c->top_k, rowBytes, dtype, weights);
+  kc = epMoveConfig(g, epLayoutKind(g, c->layout), c->top_k, rowBytes, dtype, weights);
   if (!combine && c->scale_bytes) r = epScaleBytes(call, g, "scales", c->scale_bytes, rowBytes, &kc.scaleBytes);
   if (r != ncclSuccess) return r;
   r = epPolicyMove(call, &g->topology, g->sms, id, &kc, &grid);
@@ -69,7 +81,7 @@ ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
   epKernel *kernel;
   ncclResult_t r = epGroupFind(call, g);
   if (r != ncclSuccess) return r;
-  if (c->layout != NCCL_EP_LAYOUT_FLAT && c->layout != NCCL_EP_LAYOUT_EXPERT_MAJOR)
+  if (!epIsLl(g) && c->layout != NCCL_EP_LAYOUT_FLAT && c->layout != NCCL_EP_LAYOUT_EXPERT_MAJOR)
     return epFail(ncclInvalidArgument, "%s: layout is %d: expected NCCL_EP_LAYOUT_FLAT or NCCL_EP_LAYOUT_EXPERT_MAJOR",
                   call, (int)c->layout);
   if (c->top_k < 1 || c->top_k > g->shape.topk)
@@ -79,7 +91,8 @@ ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
                   epTypeName(c->index_type));
   r = epRefuseCapture(call, g, NULL, "kernels cannot be compiled then");
   if (r != ncclSuccess) return r;
-  kc = epUpdateConfig(g, epLayoutKind(c->layout), c->top_k, epTypeBytes(c->index_type));
+  if (epIsLl(g)) return epLlPrepare(g, c);
+  kc = epUpdateConfig(g, epLayoutKind(g, c->layout), c->top_k, epTypeBytes(c->index_type));
   r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, &kc, &grid);
   if (r == ncclSuccess) r = epKernelCompile(g, EP_KERNEL_UPDATE, &kc, &kernel);
   for (int weights = 0; r == ncclSuccess && weights < 2; weights++) { /* forward: dispatch with, combine without */

@@ -82,6 +82,8 @@ struct ncclEpHandle {
   uint8_t *countsDev;
   uint32_t generation; /* of the last update; meaningful unless it was captured */
   int captured;        /* the last update was captured */
+  uint32_t indexBytes; /* low latency: of an index in the record's copy */
+  int dispatched;      /* low latency: the record holds what combine needs */
   cudaStream_t stream; /* of the last update */
 };
 
@@ -133,7 +135,7 @@ ncclResult_t epHandleOrphan(struct ncclEpHandle *handle);
 epRecordLayout epHandleRecordLayout(const struct ncclEpHandle *handle);
 /* The handle has routing: its own, or a record found in the caller's memory (looked at once). */
 ncclResult_t epHandleRouted(const char *call, struct ncclEpHandle *handle, cudaStream_t stream);
-uint32_t epLayoutKind(ncclEpLayout_t layout);
+uint32_t epLayoutKind(const struct ncclEpGroup *group, ncclEpLayout_t layout);
 
 /* ---- update.c, dispatch.c, combine.c */
 ncclResult_t epUpdate(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *topk,

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "ll.h"
 #include "runtime.h"
 #include "tensor.h"
 
@@ -114,9 +115,10 @@ ncclResult_t epUpdate(const char *call, ncclEpHandle_t h, const ncclEpTensor_t *
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
   if (r == ncclSuccess) r = epUpdateIndices(call, h, topk, &indices);
+  if (r == ncclSuccess && epIsLl(g)) return epLlUpdate(call, h, topk, indices, info, stream);
   if (r == ncclSuccess && info) r = epUpdateCounters(call, h, info, &a);
   if (r != ncclSuccess) return r;
-  config = epUpdateConfig(g, epLayoutKind(h->layout), (uint32_t)topk->sizes[1], epTypeBytes(topk->datatype));
+  config = epUpdateConfig(g, epLayoutKind(g, h->layout), (uint32_t)topk->sizes[1], epTypeBytes(topk->datatype));
   r = epPolicyUpdate(&g->topology, g->sms, (uint32_t)topk->sizes[0], &config, &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_UPDATE, &config, stream, &kernel);
   if (r != ncclSuccess) return r;

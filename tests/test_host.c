@@ -299,7 +299,6 @@ static void configurationsAreChecked(void **state) {
     c.field = value;                                                   \
     expectError(epGroupConfigCheck(&c, &t, &out, &shape), code, word); \
   } while (0)
-  REFUSED(algorithm, NCCL_EP_ALGO_LOW_LATENCY, ncclInvalidUsage, "not supported yet");
   REFUSED(algorithm, (ncclEpAlgorithm_t)7, ncclInvalidArgument, "algorithm is 7");
   REFUSED(version, 0, ncclInvalidArgument, "version is 0");
   REFUSED(num_experts, 63, ncclInvalidArgument, "num_experts is 63");

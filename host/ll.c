@@ -1,0 +1,366 @@
+/* Low latency: checks, the copy of the decisions at update, and the launches. The exchange of the routing is dispatch's, so
+ * an update is local and a dispatch can be repeated on it. */
+#include "ll.h"
+
+#include <string.h>
+
+#include "fail.h"
+#include "tensor.h"
+
+int epIsLl(const struct ncclEpGroup *g) { return g->config.algorithm == NCCL_EP_ALGO_LOW_LATENCY; }
+
+ncclResult_t epLlWindowCheck(const char *call, const epShape *s, uint64_t *bytes) {
+  *bytes = epLlWindowLayoutOf(*s).bytes;
+  if (*bytes <= EP_LL_MAX_WINDOW) return ncclSuccess;
+  return epFail(ncclInvalidUsage,
+                "%s: low latency with %u ranks and %u tokens of %u bytes needs a window of %llu bytes: expected at most "
+                "%llu (fewer max_dispatch_tokens_per_rank, or high throughput)",
+                call, s->ranks, s->maxTokens, s->maxRowBytes, (unsigned long long)*bytes,
+                (unsigned long long)EP_LL_MAX_WINDOW);
+}
+
+ncclResult_t epLlHandleCheck(const char *call, ncclEpLayout_t layout, const ncclEpHandleConfig_t *config) {
+  if (layout == NCCL_EP_LAYOUT_FLAT)
+    return epFail(ncclInvalidUsage,
+                  "%s: layout is NCCL_EP_LAYOUT_FLAT: low latency has NCCL_EP_LAYOUT_RANK_MAJOR and "
+                  "NCCL_EP_LAYOUT_EXPERT_MAJOR",
+                  call);
+  if (layout != NCCL_EP_LAYOUT_RANK_MAJOR && layout != NCCL_EP_LAYOUT_EXPERT_MAJOR)
+    return epFail(ncclInvalidArgument,
+                  "%s: layout is %d: expected NCCL_EP_LAYOUT_RANK_MAJOR or NCCL_EP_LAYOUT_EXPERT_MAJOR", call,
+                  (int)layout);
+  if (config->dispatch_output_per_expert_alignment > 1)
+    return epFail(ncclInvalidArgument,
+                  "%s: dispatch_output_per_expert_alignment is %zu: expected 0 in low latency, whose experts have fixed "
+                  "places",
+                  call, config->dispatch_output_per_expert_alignment);
+  return ncclSuccess;
+}
+
+epLlRecordLayout epLlHandleLayout(const struct ncclEpHandle *h) {
+  return epLlRecordLayoutOf(h->group->shape.ranks, h->topk, h->group->shape.maxTokens);
+}
+
+/* ---- Update -------------------------------------------------------------------------------------------------------- */
+
+ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *h, const ncclEpTensor_t *topk, const void *indices,
+                        const ncclEpLayoutInfo_t *info, cudaStream_t stream) {
+  struct ncclEpGroup *g = h->group;
+  uint32_t width = epTypeBytes(topk->datatype);
+  size_t bytes = topk->sizes[0] * topk->sizes[1] * width;
+  uint64_t raw = epLlRecordLayoutOf(g->shape.ranks, (uint32_t)topk->sizes[1], g->shape.maxTokens).raw;
+  ncclResult_t r;
+  if (info && (info->expert_counters || info->src_rank_counters || info->expert_offsets || info->recv_total_counter))
+    return epFail(ncclInvalidArgument,
+                  "%s: layout_info has a counter: expected none in low latency, where ncclEpDispatch fills them", call);
+  r = g->be->ops->copyInDevice(g->be, h->record + raw, indices, bytes, stream);
+  if (r != ncclSuccess) return r;
+  h->indexBytes = width;
+  h->topk = (uint32_t)topk->sizes[1];
+  h->tokens = (uint32_t)topk->sizes[0];
+  h->stream = stream;
+  h->updated = 1;
+  h->dispatched = 0;
+  return ncclSuccess;
+}
+
+/* ---- What dispatch and combine share -------------------------------------------------------------------------------- */
+
+static uint32_t kindOf(const struct ncclEpHandle *h) {
+  return h->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? EP_LAYOUT_KIND_RANK_MAJOR : EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
+}
+
+static epConfig configOf(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk, uint32_t rowBytes, uint32_t dtype,
+                         uint32_t indexBytes) {
+  epConfig c;
+  memset(&c, 0, sizeof c);
+  c.ranks = g->shape.ranks;
+  c.experts = g->shape.experts;
+  c.topk = topk;
+  c.rowBytes = rowBytes;
+  c.dtype = dtype;
+  c.layout = kind;
+  c.weights = kind == EP_LAYOUT_KIND_RANK_MAJOR && indexBytes; /* of dispatch */
+  c.indexBytes = indexBytes;
+  return c;
+}
+
+/* A tensor over the fixed places: rank-major [R, B, extent], 3-D expert-major [L, R * B, extent]. */
+static ncclResult_t placesCheck(epArgName name, const struct ncclEpHandle *h, const ncclEpTensor_t *t, uint64_t extent,
+                                const char *what) {
+  const epShape *s = &h->group->shape;
+  int rankMajor = h->layout == NCCL_EP_LAYOUT_RANK_MAJOR;
+  ncclResult_t r = epTensorCheck(name, t, 3);
+  if (r == ncclSuccess)
+    r = rankMajor ? epTensorExtent(name, t, 0, s->ranks, "ranks")
+                  : epTensorExtent(name, t, 0, s->experts / s->ranks, "local experts");
+  if (r == ncclSuccess)
+    r = rankMajor ? epTensorExtent(name, t, 1, s->maxTokens, "max_dispatch_tokens_per_rank")
+                  : epTensorExtent(name, t, 1, (uint64_t)s->ranks * s->maxTokens,
+                                   "ranks times max_dispatch_tokens_per_rank");
+  return r == ncclSuccess ? epTensorExtent(name, t, 2, extent, what) : r;
+}
+
+/* [T, K] FP32 of this rank's tokens. */
+static ncclResult_t weightsCheck(epArgName name, const struct ncclEpHandle *h, const ncclEpTensor_t *t, uint32_t tokens,
+                                 const float **dev) {
+  void *address = NULL;
+  ncclResult_t r = epTensorCheck(name, t, 2);
+  if (r == ncclSuccess) r = epTensorType(name, t, ncclFloat32);
+  if (r == ncclSuccess) r = epTensorExtent(name, t, 0, tokens, "tokens");
+  if (r == ncclSuccess) r = epTensorExtent(name, t, 1, h->topk, "top-k of the routing");
+  if (r == ncclSuccess) r = epTensorAddress(name, h->group->be, t, sizeof(float), &address);
+  if (r == ncclSuccess) *dev = address;
+  return r;
+}
+
+static ncclResult_t tokensCheck(epArgName name, const struct ncclEpHandle *h, const ncclEpTensor_t *t) {
+  ncclResult_t r = epTensorCheck(name, t, 2);
+  if (r == ncclSuccess && (h->updated || h->foreign))
+    r = epTensorExtent(name, t, 0, h->tokens, "tokens of the handle's routing");
+  if (r == ncclSuccess && t->sizes[0] > h->group->shape.maxTokens)
+    r = epFail(ncclInvalidArgument, "%s: %s.sizes[0] is %zu: expected at most %u", name.call, name.tensor, t->sizes[0],
+               h->group->shape.maxTokens);
+  return r;
+}
+
+static ncclResult_t passCheck(const char *call, ncclEpPassDir_t pass, unsigned sendOnly) {
+  if (pass == NCCL_EP_BWD_PASS)
+    return epFail(ncclInvalidUsage, "%s: pass_direction is backward: low latency has the forward pass only", call);
+  if (pass != NCCL_EP_FWD_PASS)
+    return epFail(ncclInvalidArgument, "%s: pass_direction is %d: expected an ncclEpPassDir_t", call, (int)pass);
+  if (sendOnly) return epFail(ncclInvalidUsage, "%s: send_only is not supported yet: expected 0", call);
+  return ncclSuccess;
+}
+
+/* ---- Dispatch ------------------------------------------------------------------------------------------------------ */
+
+static const char dispatchCall[] = "ncclEpDispatch";
+
+static ncclResult_t dispatchConfigCheck(const ncclEpDispatchConfig_t *c, const ncclEpDispatchInputs_t *in,
+                                        const ncclEpDispatchOutputs_t *out) {
+  ncclResult_t r = passCheck(dispatchCall, c->pass_direction, c->send_only);
+  if (r == ncclSuccess && c->quant_recipe != NCCL_EP_DISP_QUANT_NONE)
+    r = epFail(ncclInvalidUsage, "%s: quant_recipe %d is not supported yet in low latency: expected "
+               "NCCL_EP_DISP_QUANT_NONE", dispatchCall, (int)c->quant_recipe);
+  if (r == ncclSuccess && c->round_scales)
+    r = epFail(ncclInvalidUsage, "%s: round_scales is not supported yet: expected 0 without scales", dispatchCall);
+  if (r == ncclSuccess && (in->scales || out->scales))
+    r = epFail(ncclInvalidUsage, "%s: scales are given: not supported yet in low latency", dispatchCall);
+  return r;
+}
+
+static ncclResult_t counterCheck(const char *field, struct ncclEpGroup *g, const ncclEpTensor_t *t, uint32_t extent,
+                                 const char *what, void **dev, uint32_t *wide) {
+  const epArgName name = {dispatchCall, field};
+  ncclResult_t r;
+  if (!t) return ncclSuccess;
+  r = epTensorCheck(name, t, 1);
+  if (r == ncclSuccess) r = epTensorExtent(name, t, 0, extent, what);
+  if (r == ncclSuccess && t->datatype != ncclInt32 && t->datatype != ncclInt64)
+    r = epFail(ncclInvalidArgument, "%s: %s is %s: expected int32 or int64", dispatchCall, field,
+               epTypeName(t->datatype));
+  if (r == ncclSuccess) r = epTensorAddress(name, g->be, t, epTypeBytes(t->datatype), dev);
+  *wide = t->datatype == ncclInt64;
+  return r;
+}
+
+static ncclResult_t dispatchCounters(const struct ncclEpHandle *h, const ncclEpLayoutInfo_t *info, epLlDispatchArgs *a) {
+  struct ncclEpGroup *g = h->group;
+  ncclResult_t r;
+  if (!info) return ncclSuccess;
+  if (info->expert_offsets)
+    return epFail(ncclInvalidArgument,
+                  "%s: layout_info.expert_offsets is given: expected NULL in low latency, whose experts have fixed places",
+                  dispatchCall);
+  if ((unsigned)info->recv_topk_idx_kind > NCCL_EP_EXPERT_ID_GLOBAL)
+    return epFail(ncclInvalidArgument, "%s: layout_info.recv_topk_idx_kind is %d: expected an ncclEpExpertIdKind_t",
+                  dispatchCall, (int)info->recv_topk_idx_kind);
+  a->globalIdx = info->recv_topk_idx_kind == NCCL_EP_EXPERT_ID_GLOBAL;
+  r = counterCheck("layout_info.expert_counters", g, info->expert_counters, epLocals(g), "local experts",
+                   &a->expertCounters, &a->expertCountersWide);
+  if (r == ncclSuccess)
+    r = counterCheck("layout_info.src_rank_counters", g, info->src_rank_counters, g->shape.ranks, "ranks",
+                     &a->sourceCounters, &a->sourceCountersWide);
+  if (r == ncclSuccess)
+    r = counterCheck("layout_info.recv_total_counter", g, info->recv_total_counter, 1, "a total", &a->recvTotal,
+                     &a->recvTotalWide);
+  return r;
+}
+
+static ncclResult_t dispatchTokens(const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
+                                   const ncclEpDispatchOutputs_t *out, uint32_t *rowBytes, epLlDispatchArgs *a) {
+  static const epArgName from = {dispatchCall, "inputs.tokens"}, to = {dispatchCall, "outputs.tokens"};
+  const struct ncclEpGroup *g = h->group;
+  void *dev = NULL;
+  ncclResult_t r = tokensCheck(from, h, in->tokens);
+  if (r == ncclSuccess)
+    r = epRowBytes(dispatchCall, g, "inputs.tokens", in->tokens->sizes[1], in->tokens->datatype, rowBytes);
+  if (r == ncclSuccess) r = epTensorAddress(from, g->be, in->tokens, EP_ROW_ALIGN, &dev);
+  if (r != ncclSuccess) return r;
+  a->tokens = dev;
+  a->numTokens = (uint32_t)in->tokens->sizes[0];
+  r = placesCheck(to, h, out->tokens, in->tokens->sizes[1], "hidden of inputs.tokens");
+  if (r == ncclSuccess) r = epTensorType(to, out->tokens, in->tokens->datatype);
+  if (r == ncclSuccess) r = epTensorAddress(to, g->be, out->tokens, EP_ROW_ALIGN, &dev);
+  if (r == ncclSuccess) a->outTokens = dev;
+  return r;
+}
+
+/* Weights and indices travel in rank-major; in 3-D expert-major a slot's place says its expert and combine has the weights. */
+static ncclResult_t dispatchExtras(const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
+                                   const ncclEpDispatchOutputs_t *out, epLlDispatchArgs *a) {
+  static const epArgName from = {dispatchCall, "inputs.topk_weights"}, to = {dispatchCall, "outputs.topk_weights"},
+                         index = {dispatchCall, "outputs.topk_idx"};
+  const struct ncclEpGroup *g = h->group;
+  void *dev = NULL;
+  ncclResult_t r;
+  if (h->layout != NCCL_EP_LAYOUT_RANK_MAJOR) {
+    r = epTensorAbsent(to, out->topk_weights, "combine applies the weights");
+    return r == ncclSuccess ? epTensorAbsent(index, out->topk_idx, "an expert-major slot's place says its expert") : r;
+  }
+  r = weightsCheck(from, h, in->topk_weights, a->numTokens, &a->weights);
+  if (r == ncclSuccess) r = placesCheck(to, h, out->topk_weights, h->topk, "top-k of the routing");
+  if (r == ncclSuccess) r = epTensorType(to, out->topk_weights, ncclFloat32);
+  if (r == ncclSuccess) r = epTensorAddress(to, g->be, out->topk_weights, sizeof(float), &dev);
+  if (r != ncclSuccess) return r;
+  a->outWeights = dev;
+  r = placesCheck(index, h, out->topk_idx, h->topk, "top-k of the routing");
+  if (r == ncclSuccess) r = epTensorType(index, out->topk_idx, ncclInt32);
+  if (r == ncclSuccess) r = epTensorAddress(index, g->be, out->topk_idx, sizeof(int32_t), &dev);
+  if (r == ncclSuccess) a->outIdx = dev;
+  return r;
+}
+
+ncclResult_t epLlDispatch(struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
+                          const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config, cudaStream_t stream) {
+  struct ncclEpGroup *g = h->group;
+  uint32_t rowBytes = 0;
+  epLlDispatchArgs a;
+  epConfig c;
+  epGrid grid;
+  epKernel *kernel;
+  epLaunch launch;
+  ncclResult_t r;
+  memset(&a, 0, sizeof a);
+  r = dispatchConfigCheck(config, in, out);
+  if (r == ncclSuccess) r = epHandleRouted(dispatchCall, h, stream);
+  if (r == ncclSuccess) r = dispatchTokens(h, in, out, &rowBytes, &a);
+  if (r == ncclSuccess) r = dispatchExtras(h, in, out, &a);
+  if (r == ncclSuccess) r = dispatchCounters(h, info, &a);
+  if (r != ncclSuccess) return r;
+  c = configOf(g, kindOf(h), h->topk, rowBytes, EP_DTYPE_BYTES, h->updated ? h->indexBytes : 4);
+  r = epPolicyLl(dispatchCall, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, a.numTokens, &c, &grid);
+  if (r == ncclSuccess) r = epKernelGet(dispatchCall, g, EP_KERNEL_LL_DISPATCH, &c, stream, &kernel);
+  if (r != ncclSuccess) return r;
+  a.group = epGroupArgsOf(g);
+  a.window = epLlWindowLayoutOf(g->shape);
+  a.recordLayout = epLlHandleLayout(h);
+  a.record = h->record;
+  a.topkIdx = h->record + (h->updated ? a.recordLayout.raw : a.recordLayout.topk);
+  a.pushBlocks = grid.pushBlocks;
+  a.blocks = grid.blocks;
+  launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
+  r = g->be->ops->launch(g->be, kernel, &launch, stream);
+  if (r == ncclSuccess) h->dispatched = 1;
+  return r;
+}
+
+/* ---- Combine ------------------------------------------------------------------------------------------------------- */
+
+static const char combineCall[] = "ncclEpCombine";
+
+static ncclResult_t combineConfigCheck(const struct ncclEpHandle *h, const ncclEpCombineConfig_t *c,
+                                       const ncclEpCombineInputs_t *in) {
+  static const epArgName weights = {combineCall, "inputs.topk_weights"};
+  ncclResult_t r = passCheck(combineCall, c->pass_direction, c->send_only);
+  if (r == ncclSuccess && c->quant_recipe != NCCL_EP_COMB_QUANT_NONE)
+    r = epFail(ncclInvalidUsage, "%s: quant_recipe %d is not supported yet: expected NCCL_EP_COMB_QUANT_NONE",
+               combineCall, (int)c->quant_recipe);
+  if (r == ncclSuccess && in->scales)
+    r = epFail(ncclInvalidUsage, "%s: inputs.scales is given: not supported yet", combineCall);
+  if (r == ncclSuccess) r = epTensorAbsent(weights, in->topk_weights, "the forward pass takes tokens only");
+  if (r == ncclSuccess && !h->dispatched && !h->foreign)
+    r = epFail(ncclInvalidUsage, "%s: nothing was dispatched on this routing: call ncclEpDispatch first", combineCall);
+  return r;
+}
+
+static ncclResult_t combineTensors(const struct ncclEpHandle *h, const ncclEpCombineInputs_t *in,
+                                   const ncclEpCombineOutputs_t *out, uint32_t *rowBytes, uint32_t *dtype,
+                                   epLlCombineArgs *a) {
+  static const epArgName from = {combineCall, "inputs.tokens"}, to = {combineCall, "outputs.tokens"},
+                         weights = {combineCall, "outputs.topk_weights"};
+  const struct ncclEpGroup *g = h->group;
+  void *dev = NULL;
+  ncclResult_t r = tokensCheck(to, h, out->tokens);
+  if (r == ncclSuccess) r = placesCheck(from, h, in->tokens, out->tokens->sizes[1], "hidden of outputs.tokens");
+  if (r == ncclSuccess) r = epTensorType(to, out->tokens, in->tokens->datatype);
+  if (r == ncclSuccess) r = epCombineType(combineCall, in->tokens->datatype, dtype);
+  if (r == ncclSuccess)
+    r = epRowBytes(combineCall, g, "inputs.tokens", in->tokens->sizes[2], in->tokens->datatype, rowBytes);
+  if (r == ncclSuccess) r = epTensorAddress(from, g->be, in->tokens, EP_ROW_ALIGN, &dev);
+  if (r != ncclSuccess) return r;
+  a->tokens = dev;
+  r = epTensorAddress(to, g->be, out->tokens, EP_ROW_ALIGN, &dev);
+  if (r != ncclSuccess) return r;
+  a->outTokens = dev;
+  a->numTokens = (uint32_t)out->tokens->sizes[0];
+  if (h->layout == NCCL_EP_LAYOUT_RANK_MAJOR)
+    return epTensorAbsent(weights, out->topk_weights, "the expert side applies the weights of dispatch");
+  return weightsCheck(weights, h, out->topk_weights, a->numTokens, &a->weights);
+}
+
+ncclResult_t epLlCombine(struct ncclEpHandle *h, const ncclEpCombineInputs_t *in, const ncclEpCombineOutputs_t *out,
+                         const ncclEpCombineConfig_t *config, cudaStream_t stream) {
+  struct ncclEpGroup *g = h->group;
+  uint32_t rowBytes = 0, dtype = 0;
+  epLlCombineArgs a;
+  epConfig c;
+  epGrid grid;
+  epKernel *kernel;
+  epLaunch launch;
+  ncclResult_t r;
+  memset(&a, 0, sizeof a);
+  r = epHandleRouted(combineCall, h, stream);
+  if (r == ncclSuccess) r = combineConfigCheck(h, config, in);
+  if (r == ncclSuccess) r = combineTensors(h, in, out, &rowBytes, &dtype, &a);
+  if (r != ncclSuccess) return r;
+  c = configOf(g, kindOf(h), h->topk, rowBytes, dtype, 0);
+  r = epPolicyLl(combineCall, &g->topology, g->sms, EP_KERNEL_LL_COMBINE, a.numTokens, &c, &grid);
+  if (r == ncclSuccess) r = epKernelGet(combineCall, g, EP_KERNEL_LL_COMBINE, &c, stream, &kernel);
+  if (r != ncclSuccess) return r;
+  a.group = epGroupArgsOf(g);
+  a.window = epLlWindowLayoutOf(g->shape);
+  a.recordLayout = epLlHandleLayout(h);
+  a.record = h->record;
+  a.pushBlocks = grid.pushBlocks;
+  a.blocks = grid.blocks;
+  launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
+  return g->be->ops->launch(g->be, kernel, &launch, stream);
+}
+
+/* ---- Prepare ------------------------------------------------------------------------------------------------------- */
+
+ncclResult_t epLlPrepare(struct ncclEpGroup *g, const ncclEpPrepareConfig_t *p) {
+  static const char call[] = "ncclEpPrepare";
+  uint32_t kind = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? EP_LAYOUT_KIND_RANK_MAJOR : EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
+  uint32_t rowBytes = 0, dtype = 0;
+  epConfig c;
+  epGrid grid;
+  epKernel *kernel;
+  ncclResult_t r = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR || p->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR
+                       ? epRowBytes(call, g, "tokens", p->hidden, p->dispatch_type, &rowBytes)
+                       : epFail(ncclInvalidArgument,
+                                "%s: layout is %d: expected NCCL_EP_LAYOUT_RANK_MAJOR or NCCL_EP_LAYOUT_EXPERT_MAJOR",
+                                call, (int)p->layout);
+  if (r != ncclSuccess) return r;
+  c = configOf(g, kind, p->top_k, rowBytes, EP_DTYPE_BYTES, epTypeBytes(p->index_type));
+  r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, 1, &c, &grid);
+  if (r == ncclSuccess) r = epKernelCompile(g, EP_KERNEL_LL_DISPATCH, &c, &kernel);
+  if (r == ncclSuccess) r = epCombineType(call, p->combine_type, &dtype);
+  if (r == ncclSuccess) r = epRowBytes(call, g, "tokens", p->hidden, p->combine_type, &rowBytes);
+  if (r != ncclSuccess) return r;
+  c = configOf(g, kind, p->top_k, rowBytes, dtype, 0);
+  r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_COMBINE, 1, &c, &grid);
+  return r == ncclSuccess ? epKernelCompile(g, EP_KERNEL_LL_COMBINE, &c, &kernel) : r;
+}
