@@ -16,6 +16,9 @@ enum {
   OPT_OP,
   OPT_LAYOUT,
   OPT_DTYPE,
+  OPT_SCALES,
+  OPT_SCALE_LAYOUT,
+  OPT_NO_ZERO_PAD,
   OPT_TOKENS,
   OPT_HIDDEN,
   OPT_TOPK,
@@ -51,7 +54,12 @@ static const struct argp_option optionTable[] = {
     {0, 0, 0, 0, "Layer", 2},
     {"op", OPT_OP, "dispatch,combine", 0, "operations to measure (default: both)", 0},
     {"layout", OPT_LAYOUT, "flat|expert-major", 0, "of dispatch's output (default: expert-major)", 0},
-    {"dtype", OPT_DTYPE, "bf16|fp16|fp32", 0, "of token rows (default: bf16)", 0},
+    {"dtype", OPT_DTYPE, "bf16|fp16|fp32|fp8", 0,
+     "of token rows (default: bf16); fp8 (e4m3) is dispatched, and combine then moves bf16 rows", 0},
+    {"scales", OPT_SCALES, "fp32|ue8m0|none", 0,
+     "dispatched beside each row: 4 bytes or 1 byte for every 128 elements (default: fp32 for fp8, else none)", 0},
+    {"scale-layout", OPT_SCALE_LAYOUT, "row|column", 0, "of dispatch's output of scales (default: row)", 0},
+    {"no-zero-pad", OPT_NO_ZERO_PAD, 0, 0, "expert-major: leave padding rows as they are", 0},
     {"tokens", OPT_TOKENS, "LIST", 0,
      "tokens a rank: one value, or one per rank separated by commas; LOW-HIGH draws anew for each routing (default: "
      "4096; "
@@ -140,7 +148,9 @@ static unsigned parseBug(const char *text, struct argp_state *state) {
 static error_t parseOption(int key, char *text, struct argp_state *state) {
   static const char *const backends[] = {"auto", "cuda", "emu", NULL}, *const layouts[] = {"flat", "expert-major",
                                                                                            NULL};
-  static const char *const types[] = {"bf16", "fp16", "fp32", NULL}, *const integers[] = {"int64", "int32", NULL};
+  static const char *const scales[] = {"none", "fp32", "ue8m0", NULL}, *const scaleLayouts[] = {"row", "column", NULL};
+  static const char *const types[] = {"bf16", "fp16", "fp32", "fp8", NULL}, *const integers[] = {"int64", "int32",
+                                                                                                 NULL};
   epBenchOptions *o = state->input;
   char *end;
   switch (key) {
@@ -158,6 +168,15 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     break;
   case OPT_DTYPE:
     o->type = (epRefType)choice(text, types, "dtype", state);
+    break;
+  case OPT_SCALES:
+    o->scales = (int)choice(text, scales, "scales", state);
+    break;
+  case OPT_SCALE_LAYOUT:
+    o->scaleColumns = (int)choice(text, scaleLayouts, "scale-layout", state);
+    break;
+  case OPT_NO_ZERO_PAD:
+    o->noZeroPad = 1;
     break;
   case OPT_TOKENS:
     o->tokensText = text;
@@ -258,6 +277,7 @@ int epBenchParse(int argc, char **argv, epBenchOptions *o) {
                         .iters = UINT_MAX,
                         .align = UINT_MAX,
                         .maxRecv = -1,
+                        .scales = -1,
                         .topk = 8};
   o->fabric.timeoutMs = 10000;
   for (int i = 0; i < argc && used + 1 < sizeof(o->command); i++)
@@ -325,6 +345,9 @@ int epBenchResolve(epBenchOptions *o) {
   o->warmup = o->warmup != UINT_MAX ? o->warmup : cuda ? 10 : 0;
   o->iters = o->iters != UINT_MAX ? o->iters : cuda ? 50 : 1;
   if (o->layout == EP_REF_FLAT) o->align = 0;
+  if (o->scales < 0) o->scales = o->type == EP_REF_E4M3 ? EP_SCALES_FP32 : EP_SCALES_NONE;
+  if (o->scaleColumns && o->scales == EP_SCALES_NONE)
+    return epToolFail("--scale-layout column: there are no scales: expected --scales fp32 or ue8m0");
   if (o->experts % o->ranks)
     return epToolFail("--experts %u: expected a multiple of the %u ranks", o->experts, o->ranks);
   if (parseTokens(o)) return -1;

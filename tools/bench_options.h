@@ -4,6 +4,7 @@
 
 #include "data.h"
 #include "fabric.h"
+#include "layer.h"
 #include "reference.h"
 
 enum { EP_OP_DISPATCH = 1, EP_OP_COMBINE = 2 };
@@ -12,7 +13,9 @@ typedef struct epBenchOptions {
   epFabricOptions fabric;
   unsigned ops;
   epRefLayout layout;
-  epRefType type;
+  epRefType type; /* of dispatched rows; combine's are bf16 where this is fp8 */
+  int scales;     /* epScales; -1: as the type wants */
+  int scaleColumns, noZeroPad;
   const char *tokensText, *routingText, *bugText, *jsonPath, *backendText;
   uint32_t ranks;                   /* filled in when the machine is known */
   uint32_t *tokensLow, *tokensHigh; /* [ranks] */

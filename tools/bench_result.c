@@ -72,6 +72,10 @@ static void libraryVersion(char *out, size_t size) {
 
 static const char *layoutName(const epBenchOptions *o) { return o->layout == EP_REF_FLAT ? "flat" : "expert-major"; }
 
+static const char *scalesName(const epBenchOptions *o) {
+  return o->scales == EP_SCALES_FP32 ? "fp32" : o->scales == EP_SCALES_UE8M0 ? "ue8m0" : "none";
+}
+
 /* ---- Text ------------------------------------------------------------------------------------------------------- */
 
 void epBenchPrintHeader(const epBenchResult *r) {
@@ -92,6 +96,10 @@ void epBenchPrintHeader(const epBenchResult *r) {
   printf("# layer: tokens %s hidden %u topk %u experts %u %s %s%s index %s, routing %s", o->tokensText, o->hidden,
          o->topk, o->experts, epRefTypeName(o->type), layoutName(o), align, o->index32 ? "int32" : "int64",
          o->routingText);
+  if (r->scaleBytes)
+    printf(", %s scales of %u bytes a row in %s", scalesName(o), r->scaleBytes, o->scaleColumns ? "columns" : "rows");
+  if (o->noZeroPad) printf(", padding left alone");
+  if (o->type == EP_REF_E4M3) printf(", combine bf16");
   if (o->route.minusOne > 0) printf(" (%g of the entries -1)", o->route.minusOne);
   printf(", seed %llu, %d routings\n", o->seed, r->routings);
   printf("# memory of a rank: window %zu (counts %zu, metadata %zu, flags %zu, staging %zu), handle %zu, scratch %zu "
@@ -108,7 +116,8 @@ void epBenchPrintHeader(const epBenchResult *r) {
     printf("# time: the host's, for %u emulated ranks on this machine: says nothing about GPUs; %u schedules\n",
            o->ranks, o->schedules);
   printf("# dispatch includes the update of the routing; combine is the call alone\n");
-  printf("# algbytes: rows that a rank receives (a token once a rank), its own included; busbytes: rows that cross its "
+  printf("# algbytes: rows (with their scales) that a rank receives (a token once a rank), its own included; busbytes: "
+         "rows that cross its "
          "link, the "
          "larger direction; both the largest of the ranks; bandwidth = bytes / median time\n");
   printf("#\n# %-18s %14s %14s %10s %10s %10s %9s %9s %8s\n", "operation", "algbytes", "busbytes", "median", "min",
@@ -158,13 +167,15 @@ static json_t *jsonRows(const epBenchResult *r) {
 static json_t *jsonConfig(const epBenchResult *r) {
   const epBenchOptions *o = r->options;
   return json_pack(
-      "{s:s, s:s, s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:s, s:s, s:f, s:I, s:i, s:i, s:i, s:i, s:b, s:b, s:I, s:i}",
+      "{s:s, s:s, s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:s, s:s, s:f, s:I, s:i, s:i, s:i, s:i, s:b, s:b, s:I, s:i, s:s, "
+      "s:s, s:i, s:b}",
       "backend", r->cuda ? "cuda" : "emu", "layout", layoutName(o), "dtype", epRefTypeName(o->type), "tokens",
       o->tokensText, "max_tokens", (int)o->maxTokens, "hidden", (int)o->hidden, "topk", (int)o->topk, "experts",
       (int)o->experts, "align", (int)o->align, "index", o->index32 ? "int32" : "int64", "routing", o->routingText,
       "minus_one", o->route.minusOne, "seed", (json_int_t)o->seed, "schedules", (int)o->schedules, "sms", (int)o->sms,
       "warmup", (int)o->warmup, "iters", (int)o->iters, "check", o->check, "backward", o->backward, "budget_rows",
-      (json_int_t)r->budget, "routings", r->routings);
+      (json_int_t)r->budget, "routings", r->routings, "scales", scalesName(o), "scale_layout",
+      o->scaleColumns ? "column" : "row", "scale_bytes", (int)r->scaleBytes, "zero_pad", !o->noZeroPad);
 }
 
 static json_t *jsonGroup(const epBenchResult *r) {

@@ -29,7 +29,8 @@ typedef struct epBenchResult {
   ncclEpGroupProperties_t properties;
   ncclEpBufferSize_t sizes;
   uint64_t budget;
-  double outputRows; /* rows of the output, padding included; largest rank, mean over the routings */
+  uint32_t scaleBytes; /* of a dispatched row */
+  double outputRows;   /* rows of the output, padding included; largest rank, mean over the routings */
   epBenchRow rows[EP_BENCH_ROWS];
   unsigned rowCount;
 } epBenchResult;

@@ -25,6 +25,10 @@ static void configureLayer(epBench *bench) {
   int repeats = o->route.kind == EP_ROUTE_REPEATED || o->route.kind == EP_ROUTE_FILE;
   epLayerConfig *c = &bench->layer;
   *c = (epLayerConfig){.type = o->type,
+                       .combineType = o->type == EP_REF_E4M3 ? EP_REF_BF16 : o->type,
+                       .scales = (epScales)o->scales,
+                       .scaleColumns = o->scaleColumns,
+                       .noZeroPad = o->noZeroPad,
                        .layout = o->layout,
                        .hidden = o->hidden,
                        .experts = o->experts,
@@ -39,6 +43,7 @@ static void configureLayer(epBench *bench) {
   c->capacity = o->maxRecv > 0 ? (uint64_t)o->maxRecv : epLayerWorstRows(c, (int)o->ranks, repeats);
   c->budget = o->maxRecv ? c->capacity : 0;
   bench->result->budget = c->budget;
+  bench->result->scaleBytes = epLayerScaleBytes(c);
 }
 
 int epBenchPrepare(epBench *bench, uint64_t seed) {
@@ -87,9 +92,10 @@ typedef struct traffic {
 } traffic;
 
 /* Largest of the ranks, mean over the routings. */
-static traffic trafficOf(const epBench *bench) {
+static traffic trafficOf(const epBench *bench, int combine) {
+  const epLayerConfig *c = &bench->layer;
   traffic sum = {0, 0, 0};
-  double rowBytes = (double)epLayerRowBytes(&bench->layer);
+  double rowBytes = (double)(combine ? epLayerCombineRowBytes(c) : epLayerRowBytes(c) + epLayerScaleBytes(c));
   for (unsigned i = 0; i < bench->routings; i++) {
     const epRef *ref = bench->ref[i];
     traffic most = {0, 0, 0};
@@ -113,7 +119,7 @@ static traffic trafficOf(const epBench *bench) {
 
 /* The row of an operation, for the rank that keeps the result; NULL for the others. */
 static epBenchRow *rowFor(epBench *bench, epPort *port, const char *name) {
-  traffic t = trafficOf(bench);
+  traffic t = trafficOf(bench, !strncmp(name, "combine", strlen("combine")));
   epBenchRow *row = port->rank ? NULL : epBenchRowOf(bench->result, name);
   if (row) {
     row->algBytes = t.alg;
@@ -138,7 +144,9 @@ static int collectHeader(epBench *bench, epLayer *layer) {
   sizing.max_tokens = o->maxTokens;
   sizing.hidden = o->hidden;
   sizing.top_k = o->topk;
-  sizing.datatype = o->type == EP_REF_BF16 ? ncclBfloat16 : o->type == EP_REF_F16 ? ncclFloat16 : ncclFloat32;
+  sizing.datatype = epLayerType(layer->config.type);
+  sizing.combine_datatype = epLayerType(layer->config.combineType);
+  sizing.scale_bytes = epLayerScaleBytes(&layer->config);
   if (ncclEpGetGroupProperties(layer->group, &properties) != ncclSuccess)
     return epToolFail("rank %d: ncclEpGetGroupProperties: %s", port->rank, ncclEpGetLastErrorString());
   if (ncclEpCalculateBufferSize(port->comm, &sizing, &sizes) != ncclSuccess)
@@ -336,7 +344,7 @@ static int timeCopy(epBench *bench, epLayer *layer, const char *name, void *to, 
 /* The same bytes by the copy engine to the next rank, all ranks at once; and an output's bytes inside the memory. */
 static int timeLimits(epBench *bench, epLayer *layer) {
   epPort *port = layer->port;
-  traffic t = trafficOf(bench);
+  traffic t = trafficOf(bench, 0);
   double room = (double)layer->outTokens.bytes, local = t.rows * (double)epLayerRowBytes(&bench->layer);
   void **peers = calloc((size_t)port->ranks, sizeof(*peers));
   int rc = -1;

@@ -23,23 +23,26 @@ static void take(uint64_t *hash, const void *data, size_t bytes) {
 int epCheckUploadTokens(epLayer *layer, const epCheckCase *what, epDataKind kind) {
   const epLayerConfig *c = &layer->config;
   uint32_t rank = (uint32_t)layer->port->rank, tokens = what->routing->tokens[rank];
-  size_t row = epLayerRowBytes(c);
-  unsigned char *rows = malloc(tokens * row + 1);
+  size_t row = epLayerRowBytes(c), scales = epLayerScaleBytes(c);
+  unsigned char *rows = malloc(tokens * row + 1), *scaleRows = malloc(tokens * scales + 1);
   float *weights = malloc((size_t)tokens * c->topk * sizeof(*weights) + 1);
   int rc = -1;
-  if (!rows || !weights) {
+  if (!rows || !scaleRows || !weights) {
     epToolFail("out of host memory");
     goto done;
   }
   for (uint32_t t = 0; t < tokens; t++) {
+    epDataScales(what->seed, kind, rank, t, scaleRows + t * scales, (uint32_t)scales);
     epDataRow(c->type, what->seed, kind, rank, t, rows + t * row, c->hidden);
     for (uint32_t k = 0; k < c->topk; k++)
       weights[(size_t)t * c->topk + k] = epDataWeight(what->seed, EP_DATA_WEIGHT, rank, t, k);
   }
   rc = epPortCopy(layer->port, layer->inTokens.data, rows, tokens * row) ||
-       epPortCopy(layer->port, layer->inWeights.data, weights, (size_t)tokens * c->topk * sizeof(*weights));
+       epPortCopy(layer->port, layer->inWeights.data, weights, (size_t)tokens * c->topk * sizeof(*weights)) ||
+       (scales && epPortCopy(layer->port, layer->inScales.data, scaleRows, tokens * scales));
 done:
   free(rows);
+  free(scaleRows);
   free(weights);
   return rc ? -1 : 0;
 }
@@ -49,7 +52,7 @@ int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what) {
   const epLayerConfig *c = &layer->config;
   uint32_t rank = (uint32_t)layer->port->rank, perRow = c->layout == EP_REF_FLAT ? c->topk : 1;
   const epRefRank *mine = &what->ref->rank[rank];
-  size_t row = epLayerRowBytes(c);
+  size_t row = epLayerCombineRowBytes(c);
   unsigned char *rows = malloc(UPLOAD_ROWS * row);
   float *weights = malloc((size_t)UPLOAD_ROWS * perRow * sizeof(*weights));
   int rc = -1;
@@ -64,7 +67,7 @@ int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what) {
       if (padding)
         memset(rows + i * row, EP_FILL_NAN, row);
       else
-        epDataRow(c->type, what->seed, EP_DATA_OUTPUT, rank, first + i, rows + i * row, c->hidden);
+        epDataRow(c->combineType, what->seed, EP_DATA_OUTPUT, rank, first + i, rows + i * row, c->hidden);
       for (uint32_t k = 0; k < perRow; k++)
         weights[i * perRow + k] = padding ? NAN : epDataWeight(what->seed, EP_DATA_GRAD_WEIGHT, rank, first + i, k);
     }
@@ -154,12 +157,38 @@ static void dispatchTokens(epLayer *layer, const epCheckCase *what, epDataKind k
   for (uint64_t i = 0; i < mine->rows; i++) {
     epRefRow from = mine->row[i];
     if (from.source < 0)
-      memset(want, 0, row);
+      memset(want, c->noZeroPad ? EP_FILL_BYTE : 0, row);
     else
       epDataRow(c->type, what->seed, kind, (uint32_t)from.source, (uint64_t)from.token, want, c->hidden);
     compareRow(&cmp, i, from, got + i * row, want, row, epRefTypeBytes(c->type));
   }
   compareFill(&cmp, got, mine->rows, c->capacity, row, EP_FILL_BYTE, epRefTypeBytes(c->type));
+  conclude(&cmp, mine->rows);
+}
+
+/* Compares the rows, and blanks what it has compared: then nothing but the fill may be left, between columns too. */
+static void dispatchScales(epLayer *layer, const epCheckCase *what, epDataKind kind, int backward, unsigned char *got,
+                           unsigned char *work) {
+  const epLayerConfig *c = &layer->config;
+  const epRefRank *mine = &what->ref->rank[layer->port->rank];
+  comparison cmp = {.rank = layer->port->rank, .tensor = backward ? "dispatch (backward): scales" : "dispatch: scales"};
+  uint32_t bytes = epLayerScaleBytes(c);
+  uint64_t stride = epLayerScaleStride(c);
+  unsigned char *want = work, *found = work + bytes;
+  for (uint64_t i = 0; i < mine->rows; i++) {
+    epRefRow from = mine->row[i];
+    if (from.source < 0)
+      memset(want, c->noZeroPad ? EP_FILL_BYTE : 0, bytes);
+    else
+      epDataScales(what->seed, kind, (uint32_t)from.source, (uint64_t)from.token, want, bytes);
+    for (uint32_t b = 0; b < bytes; b++) {
+      unsigned char *at = got + epRefScaleOffset(bytes, stride, i, b);
+      found[b] = *at;
+      *at = EP_FILL_BYTE;
+    }
+    compareRow(&cmp, i, from, found, want, bytes, 4);
+  }
+  compareFill(&cmp, got, 0, 1, layer->outScales.bytes, EP_FILL_BYTE, 4);
   conclude(&cmp, mine->rows);
 }
 
@@ -173,6 +202,7 @@ static void dispatchWeights(epLayer *layer, const epCheckCase *what, const float
   for (uint64_t i = 0; i < filled; i++) {
     epRefRow from = i < mine->rows ? mine->row[i] : (epRefRow){-1, -1, -1};
     float want[32] = {0};
+    if (c->layout == EP_REF_EXPERT_MAJOR && from.source < 0 && c->noZeroPad) memset(want, EP_FILL_NAN, sizeof(want));
     for (uint32_t k = 0; k < perRow && from.source >= 0; k++) {
       uint32_t at = c->layout == EP_REF_FLAT ? k : (uint32_t)from.k;
       if (epRefOwner(what->ref, (uint32_t)from.source, (uint32_t)from.token, at) == (int)rank)
@@ -207,7 +237,8 @@ static void dispatchIndices(epLayer *layer, const epCheckCase *what, const int64
 
 int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, int backward, uint64_t *hash) {
   const epLayerConfig *c = &layer->config;
-  void *tokens = NULL, *weights = NULL, *idx = NULL, *want = malloc(epLayerRowBytes(c) + 8);
+  void *tokens = NULL, *weights = NULL, *idx = NULL, *scales = NULL;
+  void *want = malloc(epLayerRowBytes(c) + 2 * epLayerScaleBytes(c) + 8);
   int rc = -1;
   if (!want) {
     epToolFail("out of host memory");
@@ -216,6 +247,11 @@ int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, in
   if (epLayerRead(layer, &layer->outTokens, layer->outTokens.bytes, &tokens)) goto done;
   dispatchTokens(layer, what, kind, backward, tokens, want);
   take(hash, tokens, layer->outTokens.bytes);
+  if (c->scales != EP_SCALES_NONE) {
+    if (epLayerRead(layer, &layer->outScales, layer->outScales.bytes, &scales)) goto done;
+    take(hash, scales, layer->outScales.bytes);
+    dispatchScales(layer, what, kind, backward, scales, want);
+  }
   if (!backward) {
     if (epLayerRead(layer, &layer->outWeights, layer->outWeights.bytes, &weights)) goto done;
     dispatchWeights(layer, what, weights);
@@ -231,6 +267,7 @@ done:
   free(tokens);
   free(weights);
   free(idx);
+  free(scales);
   free(want);
   return rc;
 }
@@ -249,24 +286,24 @@ static void combineTokens(epLayer *layer, const epCheckCase *what, int backward,
                           unsigned char *work, float *scratch) {
   const epLayerConfig *c = &layer->config;
   uint32_t rank = (uint32_t)layer->port->rank, tokens = what->routing->tokens[rank];
-  epRefCombine how = {.type = c->type, .hidden = c->hidden, .scaleUp = what->scaleUp, .multipleReductions = 1};
+  epRefCombine how = {.type = c->combineType, .hidden = c->hidden, .scaleUp = what->scaleUp, .multipleReductions = 1};
   comparison cmp = {.rank = layer->port->rank, .tensor = backward ? "combine (backward): tokens" : "combine: tokens"};
-  size_t row = epLayerRowBytes(c);
+  size_t row = epLayerCombineRowBytes(c), element = epRefTypeBytes(c->combineType);
   unsigned char *want = work + c->topk * row;
   for (uint32_t t = 0; t < tokens; t++) {
     const void *rows[32] = {NULL};
     for (uint32_t k = 0; k < c->topk; k++) {
       int64_t slot = what->ref->slot[rank][(size_t)t * c->topk + k];
       if (slot < 0) continue;
-      epDataRow(c->type, what->seed, EP_DATA_OUTPUT, (uint32_t)epRefOwner(what->ref, rank, t, k), (uint64_t)slot,
+      epDataRow(c->combineType, what->seed, EP_DATA_OUTPUT, (uint32_t)epRefOwner(what->ref, rank, t, k), (uint64_t)slot,
                 work + k * row, c->hidden);
       rows[k] = work + k * row;
     }
     epRefCombineToken(what->ref, &how, rank, t, rows, scratch, want);
-    equaliseNan(c->type, c->hidden, got + t * row, want);
-    compareRow(&cmp, t, (epRefRow){(int32_t)rank, (int32_t)t, -1}, got + t * row, want, row, epRefTypeBytes(c->type));
+    equaliseNan(c->combineType, c->hidden, got + t * row, want);
+    compareRow(&cmp, t, (epRefRow){(int32_t)rank, (int32_t)t, -1}, got + t * row, want, row, element);
   }
-  compareFill(&cmp, got, tokens, c->maxTokens, row, EP_FILL_NAN, epRefTypeBytes(c->type));
+  compareFill(&cmp, got, tokens, c->maxTokens, row, EP_FILL_NAN, element);
   conclude(&cmp, tokens);
 }
 
@@ -293,7 +330,7 @@ static void combineWeights(epLayer *layer, const epCheckCase *what, const float 
 int epCheckCombine(epLayer *layer, const epCheckCase *what, int backward, uint64_t *hash) {
   const epLayerConfig *c = &layer->config;
   void *y = NULL, *weights = NULL;
-  unsigned char *work = malloc((c->topk + 1) * epLayerRowBytes(c));
+  unsigned char *work = malloc((c->topk + 1) * epLayerCombineRowBytes(c));
   float *scratch = malloc(4ull * c->hidden * sizeof(*scratch));
   int rc = -1;
   if (!work || !scratch) {

@@ -29,8 +29,10 @@ typedef struct exponentField {
   unsigned width, low, bias;
   uint64_t mask;
 } exponentField;
-static const exponentField exponents[] = {
-    [EP_REF_BF16] = {16, 7, 127, 255}, [EP_REF_F16] = {16, 10, 15, 31}, [EP_REF_F32] = {32, 23, 127, 255}};
+static const exponentField exponents[] = {[EP_REF_BF16] = {16, 7, 127, 255},
+                                          [EP_REF_F16] = {16, 10, 15, 31},
+                                          [EP_REF_F32] = {32, 23, 127, 255},
+                                          [EP_REF_E4M3] = {8, 3, 7, 15}};
 
 /* Makes each element of a 64-bit word finite: an exponent of all ones loses its lowest bit. */
 static uint64_t finiteWord(const exponentField *e, uint64_t word) {
@@ -52,11 +54,16 @@ void epDataRow(epRefType type, uint64_t seed, epDataKind kind, uint32_t rank, ui
                uint32_t hidden) {
   size_t bytes = hidden * epRefTypeBytes(type);
   uint64_t state = epDataHash(seed, (uint64_t)kind << 32 | rank, row);
+  int moved = kind == EP_DATA_TOKEN || kind == EP_DATA_SCALE || type == EP_REF_E4M3; /* and not summed */
   for (size_t at = 0; at < bytes; at += 8) {
     uint64_t word = mix(state += GOLDEN);
-    word = kind == EP_DATA_TOKEN ? finiteWord(&exponents[type], word) : nearOneWord(&exponents[type], word);
+    word = moved ? finiteWord(&exponents[type], word) : nearOneWord(&exponents[type], word);
     memcpy((char *)out + at, &word, bytes - at < 8 ? bytes - at : 8);
   }
+}
+
+void epDataScales(uint64_t seed, epDataKind kind, uint32_t rank, uint64_t row, void *out, uint32_t bytes) {
+  epDataRow(EP_REF_F32, epDataHash(seed, (uint64_t)kind, 13), EP_DATA_SCALE, rank, row, out, bytes / 4);
 }
 
 float epDataWeight(uint64_t seed, epDataKind kind, uint32_t rank, uint64_t row, uint32_t k) {

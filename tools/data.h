@@ -9,9 +9,18 @@
 #include "reference.h"
 
 /* Tokens: any finite bits, dispatch moves bytes. Outputs: exponents near 1, so that every rounding of a sum matters. */
-typedef enum { EP_DATA_TOKEN = 1, EP_DATA_OUTPUT, EP_DATA_GRADIENT, EP_DATA_WEIGHT, EP_DATA_GRAD_WEIGHT } epDataKind;
+typedef enum {
+  EP_DATA_TOKEN = 1,
+  EP_DATA_OUTPUT,
+  EP_DATA_GRADIENT,
+  EP_DATA_WEIGHT,
+  EP_DATA_GRAD_WEIGHT,
+  EP_DATA_SCALE /* of the rows of another kind */
+} epDataKind;
 
 void epDataRow(epRefType type, uint64_t seed, epDataKind kind, uint32_t rank, uint64_t row, void *out, uint32_t hidden);
+/* Scales of a row of tokens or gradients: any bytes that are finite as FP32. */
+void epDataScales(uint64_t seed, epDataKind kind, uint32_t rank, uint64_t row, void *out, uint32_t bytes);
 float epDataWeight(uint64_t seed, epDataKind kind, uint32_t rank, uint64_t row, uint32_t k); /* in (0, 1] */
 uint64_t epDataHash(uint64_t seed, uint64_t a, uint64_t b);
 

@@ -17,6 +17,20 @@ static int told(const epLayer *layer, ncclResult_t rc, const char *what) {
 
 size_t epLayerRowBytes(const epLayerConfig *config) { return config->hidden * epRefTypeBytes(config->type); }
 
+size_t epLayerCombineRowBytes(const epLayerConfig *config) {
+  return config->hidden * epRefTypeBytes(config->combineType);
+}
+
+uint32_t epLayerScaleBytes(const epLayerConfig *config) {
+  uint32_t groups = (config->hidden + 127) / 128;
+  return config->scales == EP_SCALES_FP32 ? 4 * groups : config->scales == EP_SCALES_UE8M0 ? (groups + 3) / 4 * 4 : 0;
+}
+
+size_t epLayerScaleStride(const epLayerConfig *config) {
+  if (!config->scaleColumns || config->scales == EP_SCALES_NONE) return 0;
+  return (size_t)((4 * config->capacity + 15) / 16 * 16 + 16); /* farther apart than they must be */
+}
+
 uint64_t epLayerWorstRows(const epLayerConfig *config, int ranks, int repeats) {
   uint64_t locals = config->experts / (unsigned)ranks, align = config->align > 1 ? config->align : 1;
   uint64_t copies = !repeats && locals < config->topk ? locals : config->topk;
@@ -47,7 +61,8 @@ static const struct {
 } outputs[] = {{offsetof(epLayer, outTokens), EP_FILL_BYTE}, {offsetof(epLayer, outWeights), EP_FILL_NAN},
                {offsetof(epLayer, outIdx), EP_FILL_BYTE},    {offsetof(epLayer, counters), EP_FILL_BYTE},
                {offsetof(epLayer, offsets), EP_FILL_BYTE},   {offsetof(epLayer, total), EP_FILL_BYTE},
-               {offsetof(epLayer, y), EP_FILL_NAN},          {offsetof(epLayer, yWeights), EP_FILL_NAN}};
+               {offsetof(epLayer, y), EP_FILL_NAN},          {offsetof(epLayer, yWeights), EP_FILL_NAN},
+               {offsetof(epLayer, outScales), EP_FILL_BYTE}};
 #define OUTPUTS (sizeof(outputs) / sizeof(*outputs))
 
 static epBuffer *output(epLayer *layer, size_t i) { return (epBuffer *)(void *)((char *)layer + outputs[i].offset); }
@@ -99,12 +114,13 @@ int epLayerRead(epLayer *layer, const epBuffer *buffer, size_t bytes, void **out
 
 static int createGroup(epLayer *layer) {
   const epLayerConfig *c = &layer->config;
+  size_t row = epLayerRowBytes(c) + (epLayerScaleBytes(c) + 15) / 16 * 16, combineRow = epLayerCombineRowBytes(c);
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
   config.algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
   config.num_experts = c->experts;
   config.max_dispatch_tokens_per_rank = c->maxTokens;
   config.max_recv_tokens_per_rank = (unsigned)c->budget;
-  config.max_token_bytes = (unsigned)epLayerRowBytes(c);
+  config.max_token_bytes = (unsigned)(row > combineRow ? row : combineRow);
   config.max_num_sms = c->sms;
   config.timeout_ns = c->timeoutMs * 1000000ull;
   config.num_topk = c->topk;
@@ -124,7 +140,8 @@ static int createHandle(epLayer *layer) {
 
 static int createBuffers(epLayer *layer) {
   const epLayerConfig *c = &layer->config;
-  size_t row = epLayerRowBytes(c), tokens = c->maxTokens, locals = c->experts / (unsigned)layer->port->ranks;
+  size_t row = epLayerRowBytes(c), combineRow = epLayerCombineRowBytes(c), scales = epLayerScaleBytes(c);
+  size_t tokens = c->maxTokens, locals = c->experts / (unsigned)layer->port->ranks, stride = epLayerScaleStride(c);
   size_t perRow = c->layout == EP_REF_FLAT ? c->topk : 1, counter = c->index32 ? 4 : 8;
   for (unsigned i = 0; i < c->routings; i++)
     if (allocate(layer, &layer->idx[i], tokens * c->topk * (c->index32 ? 4 : 8), "topk_idx")) return -1;
@@ -134,8 +151,12 @@ static int createBuffers(epLayer *layer) {
       allocate(layer, &layer->outWeights, c->capacity * perRow * 4, "dispatch output topk_weights") ||
       allocate(layer, &layer->counters, locals * counter, "expert_counters") ||
       allocate(layer, &layer->total, counter, "recv_total_counter") ||
-      allocate(layer, &layer->expertOut, c->capacity * row, "combine input tokens") ||
-      allocate(layer, &layer->y, tokens * row, "combine output tokens"))
+      allocate(layer, &layer->expertOut, c->capacity * combineRow, "combine input tokens") ||
+      allocate(layer, &layer->y, tokens * combineRow, "combine output tokens"))
+    return -1;
+  if (scales && (allocate(layer, &layer->inScales, tokens * scales, "dispatch input scales") ||
+                 allocate(layer, &layer->outScales, stride ? scales / 4 * stride : c->capacity * scales,
+                          "dispatch output scales")))
     return -1;
   if (c->layout == EP_REF_FLAT ? allocate(layer, &layer->outIdx, c->capacity * c->topk * 8, "dispatch output topk_idx")
                                : allocate(layer, &layer->offsets, locals * counter, "expert_offsets"))
@@ -163,7 +184,8 @@ int epLayerClose(epLayer *layer) {
   int rc = 0;
   epBuffer *single[] = {&layer->inTokens,  &layer->inWeights,     &layer->outTokens, &layer->outWeights,
                         &layer->outIdx,    &layer->counters,      &layer->offsets,   &layer->total,
-                        &layer->expertOut, &layer->expertWeights, &layer->y,         &layer->yWeights};
+                        &layer->expertOut, &layer->expertWeights, &layer->y,         &layer->yWeights,
+                        &layer->inScales,  &layer->outScales};
   if (layer->handle) rc |= told(layer, ncclEpHandleDestroy(layer->handle), "ncclEpHandleDestroy");
   if (layer->group) rc |= told(layer, ncclEpGroupDestroy(layer->group), "ncclEpGroupDestroy");
   for (size_t i = 0; i < sizeof(single) / sizeof(epBuffer *); i++) epPortFree(layer->port, single[i]->base);
@@ -188,10 +210,11 @@ int epLayerSetIndices(epLayer *layer, unsigned routing, const int64_t *idx, uint
   return rc;
 }
 
-static ncclDataType_t typeOf(const epLayer *layer) {
-  return layer->config.type == EP_REF_BF16  ? ncclBfloat16
-         : layer->config.type == EP_REF_F16 ? ncclFloat16
-                                            : ncclFloat32;
+ncclDataType_t epLayerType(epRefType type) {
+  return type == EP_REF_BF16   ? ncclBfloat16
+         : type == EP_REF_F16  ? ncclFloat16
+         : type == EP_REF_E4M3 ? ncclFloat8e4m3
+                               : ncclFloat32;
 }
 
 /* A tensor over a buffer; without rows it has no address. sizes: the caller's [2]. */
@@ -243,15 +266,20 @@ static ncclEpTensor_t weightsOf(const epLayer *layer, const epBuffer *buffer, si
 
 int epLayerDispatch(epLayer *layer, int backward) {
   const epLayerConfig *c = &layer->config;
-  size_t sizes[5][2], tokens = layer->tokens[layer->current], rows = outputRows(layer);
-  ncclEpTensor_t in = tensorOf(&layer->inTokens, typeOf(layer), 2, sizes[0], tokens, c->hidden);
+  size_t sizes[7][2], tokens = layer->tokens[layer->current], rows = outputRows(layer);
+  size_t scaleBytes = c->scales == EP_SCALES_FP32 ? 4 : 1, scales = epLayerScaleBytes(c) / scaleBytes;
+  ncclDataType_t scaleType = c->scales == EP_SCALES_FP32 ? ncclFloat32 : ncclUint8;
+  ncclEpTensor_t in = tensorOf(&layer->inTokens, epLayerType(c->type), 2, sizes[0], tokens, c->hidden);
   ncclEpTensor_t inWeights = tensorOf(&layer->inWeights, ncclFloat32, 2, sizes[1], tokens, c->topk);
-  ncclEpTensor_t out = tensorOf(&layer->outTokens, typeOf(layer), 2, sizes[2], rows, c->hidden);
+  ncclEpTensor_t out = tensorOf(&layer->outTokens, epLayerType(c->type), 2, sizes[2], rows, c->hidden);
   ncclEpTensor_t outWeights = weightsOf(layer, &layer->outWeights, sizes[3]);
   ncclEpTensor_t outIdx = tensorOf(&layer->outIdx, ncclInt64, 2, sizes[4], rows, c->topk);
+  ncclEpTensor_t inScales = tensorOf(&layer->inScales, scaleType, 2, sizes[5], tokens, scales);
+  ncclEpTensor_t outScales = tensorOf(&layer->outScales, scaleType, 2, sizes[6], rows, scales);
   ncclEpDispatchInputs_t inputs = NCCL_EP_DISPATCH_INPUTS_INIT;
   ncclEpDispatchOutputs_t result = NCCL_EP_DISPATCH_OUTPUTS_INIT;
   ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
+  ncclEpDispatchExtConfig_t ext = NCCL_EP_DISPATCH_EXT_CONFIG_INIT;
   inputs.tokens = &in;
   result.tokens = &out;
   if (!backward) {
@@ -260,16 +288,24 @@ int epLayerDispatch(epLayer *layer, int backward) {
     result.topk_idx = c->layout == EP_REF_FLAT ? &outIdx : NULL;
   }
   config.pass_direction = backward ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
-  return told(layer, ncclEpDispatch(layer->handle, &inputs, &result, NULL, &config, layer->port->stream),
+  if (c->scales != EP_SCALES_NONE) {
+    config.quant_recipe = NCCL_EP_DISP_QUANT_FWD;
+    inputs.scales = &inScales;
+    result.scales = &outScales;
+  }
+  ext.scale_layout = c->scaleColumns ? NCCL_EP_SCALE_COLUMN_MAJOR : NCCL_EP_SCALE_ROW_MAJOR;
+  ext.scale_column_stride = epLayerScaleStride(c);
+  ext.no_zero_pad = c->noZeroPad;
+  return told(layer, ncclEpDispatchExt(layer->handle, &inputs, &result, NULL, &config, &ext, layer->port->stream),
               backward ? "ncclEpDispatch (backward)" : "ncclEpDispatch");
 }
 
 int epLayerCombine(epLayer *layer, int backward) {
   const epLayerConfig *c = &layer->config;
   size_t sizes[4][2], tokens = layer->tokens[layer->current], rows = outputRows(layer);
-  ncclEpTensor_t in = tensorOf(&layer->expertOut, typeOf(layer), 2, sizes[0], rows, c->hidden);
+  ncclEpTensor_t in = tensorOf(&layer->expertOut, epLayerType(c->combineType), 2, sizes[0], rows, c->hidden);
   ncclEpTensor_t inWeights = weightsOf(layer, &layer->expertWeights, sizes[1]);
-  ncclEpTensor_t out = tensorOf(&layer->y, typeOf(layer), 2, sizes[2], tokens, c->hidden);
+  ncclEpTensor_t out = tensorOf(&layer->y, epLayerType(c->combineType), 2, sizes[2], tokens, c->hidden);
   ncclEpTensor_t outWeights = tensorOf(&layer->yWeights, ncclFloat32, 2, sizes[3], tokens, c->topk);
   ncclEpCombineInputs_t inputs = NCCL_EP_COMBINE_INPUTS_INIT;
   ncclEpCombineOutputs_t result = NCCL_EP_COMBINE_OUTPUTS_INIT;

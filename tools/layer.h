@@ -9,8 +9,15 @@
 
 #define EP_LAYER_ROUTINGS 8 /* prepared at most */
 
+/* What travels beside a dispatched row: nothing, an FP32 for every 128 elements, or a byte (UE8M0, a power of two) for
+ * every 128, filled up to whole words. */
+typedef enum { EP_SCALES_NONE = 0, EP_SCALES_FP32, EP_SCALES_UE8M0 } epScales;
+
 typedef struct epLayerConfig {
-  epRefType type;
+  epRefType type, combineType; /* of dispatched rows; of the experts' outputs */
+  epScales scales;
+  int scaleColumns; /* dispatch writes scales in columns, not rows */
+  int noZeroPad;    /* dispatch leaves padding rows alone */
   epRefLayout layout;
   uint32_t hidden, experts, topk, maxTokens, align;
   uint64_t budget;   /* max_recv_tokens_per_rank; 0: eager */
@@ -35,8 +42,8 @@ typedef struct epLayer {
   ncclEpHandle_t handle;
   uint32_t tokens[EP_LAYER_ROUTINGS]; /* T of each uploaded routing */
   uint64_t eagerRows;                 /* rows of the outputs in eager mode; set after the update */
-  epBuffer idx[EP_LAYER_ROUTINGS], inTokens, inWeights;
-  epBuffer outTokens, outWeights, outIdx;
+  epBuffer idx[EP_LAYER_ROUTINGS], inTokens, inWeights, inScales;
+  epBuffer outTokens, outWeights, outIdx, outScales;
   epBuffer counters, offsets, total;
   epBuffer expertOut, expertWeights; /* input of combine */
   epBuffer y, yWeights;
@@ -46,7 +53,11 @@ typedef struct epLayer {
 int epLayerOpen(epPort *port, const epLayerConfig *config, epLayer **out);
 int epLayerClose(epLayer *layer);
 
-size_t epLayerRowBytes(const epLayerConfig *config);
+ncclDataType_t epLayerType(epRefType type);
+size_t epLayerRowBytes(const epLayerConfig *config);        /* of dispatch, without scales */
+size_t epLayerCombineRowBytes(const epLayerConfig *config); /* of combine */
+uint32_t epLayerScaleBytes(const epLayerConfig *config);
+size_t epLayerScaleStride(const epLayerConfig *config); /* between columns of dispatch's scales; 0: rows */
 /* Rows that no routing can exceed. repeats: a row may hold an id twice. */
 uint64_t epLayerWorstRows(const epLayerConfig *config, int ranks, int repeats);
 

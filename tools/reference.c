@@ -9,10 +9,10 @@
 
 /* ---- Numbers ---------------------------------------------------------------------------------------------------- */
 
-size_t epRefTypeBytes(epRefType type) { return type == EP_REF_F32 ? 4 : 2; }
+size_t epRefTypeBytes(epRefType type) { return type == EP_REF_F32 ? 4 : type == EP_REF_E4M3 ? 1 : 2; }
 
 const char *epRefTypeName(epRefType type) {
-  return type == EP_REF_BF16 ? "bf16" : type == EP_REF_F16 ? "fp16" : "fp32";
+  return type == EP_REF_BF16 ? "bf16" : type == EP_REF_F16 ? "fp16" : type == EP_REF_F32 ? "fp32" : "fp8";
 }
 
 static float floatOfBits(uint32_t bits) {

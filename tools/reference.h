@@ -8,7 +8,8 @@
 #include <stdint.h>
 
 typedef enum { EP_REF_FLAT = 0, EP_REF_EXPERT_MAJOR } epRefLayout;
-typedef enum { EP_REF_BF16 = 0, EP_REF_F16, EP_REF_F32 } epRefType;
+/* E4M3 is for dispatch alone, which moves bytes: it is never loaded, summed or stored. */
+typedef enum { EP_REF_BF16 = 0, EP_REF_F16, EP_REF_F32, EP_REF_E4M3 } epRefType;
 
 /* What every rank decided. The arrays are the caller's and must outlive the reference. */
 typedef struct epRefRouting {
