@@ -53,7 +53,7 @@
 #define EP_MAX_TOPK 32u         /* a warp lane for each k */
 #define EP_MAX_RANKS 1024u      /* one thread of a block polls for each peer */
 #define EP_MAX_EXPERTS 2048u    /* per-warp histograms of all experts and ranks fit shared memory */
-#define EP_MAX_ROW_BYTES 65536u /* two rows and their weights fit a block's shared memory where bulk copies exist */
+#define EP_MAX_ROW_BYTES 65536u /* 16,384 FP32 elements; beyond, a warp would hold up its flag for too long */
 #define EP_ENTRY_POS_BITS 20u
 #define EP_MAX_ENTRIES (1u << EP_ENTRY_POS_BITS) /* B * K, so that a position fits EP_ENTRY */
 

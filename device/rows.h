@@ -40,7 +40,7 @@ template <class C> DEV epPipe ep_pipe(const C c, const epGroupArgs &g) {
   epPipe q;
   q.stageBytes = c.stageBytes;
   q.bars = p::smem_base() + EP_VERDICT_BYTES + 16 * EP_SIGNAL_DEPTH + 16 * p::warp();
-  q.table = p::smem_base() + EP_VERDICT_BYTES + 16 * EP_SIGNAL_DEPTH + 16 * senders;
+  q.table = p::smem_base() + epTableOffset(senders);
   q.stages = p::smem_base() + epControlSmem(senders, c.ranks) + p::warp() * 2 * q.stageBytes;
   q.parity = 0;
   for (uint32_t r = p::tid(); r < c.ranks; r += c.threads)

@@ -59,6 +59,10 @@ ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned
   uint32_t smem = (uint32_t)topology->smemPerBlock, warps;
   config->bulk = topology->bulkCopies != 0;
   warps = epMovePlan(kernelId, config, smem, topology->arch ? EP_MOVE_WARPS : EP_EMU_WARPS);
+  if (!warps && config->bulk) { /* two such rows do not fit: plain copies need no room, and any row passes */
+    config->bulk = 0;
+    warps = epMovePlan(kernelId, config, smem, topology->arch ? EP_MOVE_WARPS : EP_EMU_WARPS);
+  }
   if (!warps)
     return epFail(ncclInvalidArgument,
                   "%s: a row of %u bytes takes %u bytes of shared memory: a block of this device has %u", call,
