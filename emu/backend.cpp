@@ -29,7 +29,9 @@ static Backend *of(epBackend *be) { return reinterpret_cast<Backend *>(be); }
 // One call of one rank: takes the lock, checks the rank.
 struct Call {
   Call(epBackend *be, const char *name) : b(of(be)), lock(lockEmulator()), rc(b->fabric->enter(b->rank, name)) {}
-  explicit Call(epBackend *be) : b(of(be)), lock(lockEmulator()), rc(ncclSuccess) { b->fabric->touch(b->rank); } // gives back
+  explicit Call(epBackend *be) : b(of(be)), lock(lockEmulator()), rc(ncclSuccess) {
+    b->fabric->touch(b->rank);
+  } // gives back
   Backend *b;
   Lock lock;
   ncclResult_t rc;
@@ -39,7 +41,8 @@ struct Call {
 
 static ncclResult_t allocate(Fabric &f, int rank, const char *name, RegionKind kind, size_t bytes, u8 **out) {
   *out = f.engine.memory.allocate(name, rank, kind, bytes);
-  return *out ? ncclSuccess : fail(ncclSystemError, "emulated memory: %zu bytes for %s of rank %d are not there", bytes, name, rank);
+  return *out ? ncclSuccess
+              : fail(ncclSystemError, "emulated memory: %zu bytes for %s of rank %d are not there", bytes, name, rank);
 }
 
 ncclResult_t freeRegion(Lock &lock, Fabric &f, int rank, void *p, bool mapped, const char *call) {
@@ -47,7 +50,8 @@ ncclResult_t freeRegion(Lock &lock, Fabric &f, int rank, void *p, bool mapped, c
   Region *r = f.engine.memory.regionAt(p);
   if (!r || r->base != p || r->freed || r->rank != rank || (r->kind == RegionKind::Mapped) != mapped)
     return fail(ncclInvalidArgument, "%s: %p is not the start of emulated memory of rank %d", call, p, rank);
-  if (f.ranks[size_t(rank)].broken.empty()) f.synchronizeRank(lock, rank, call); // as cudaFree does; an error is told by others
+  if (f.ranks[size_t(rank)].broken.empty())
+    f.synchronizeRank(lock, rank, call); // as cudaFree does; an error is told by others
   f.engine.memory.release(r);
   return ncclSuccess;
 }
@@ -81,7 +85,8 @@ static ncclResult_t allGather(epBackend *be, const void *mine, void *all, size_t
 static ncclResult_t alloc(epBackend *be, void **dev, size_t bytes) {
   Call c(be, "alloc");
   u8 *p;
-  ncclResult_t rc = c.rc != ncclSuccess ? c.rc : allocate(c.fabric(), c.b->rank, "library memory", RegionKind::Device, bytes, &p);
+  ncclResult_t rc =
+      c.rc != ncclSuccess ? c.rc : allocate(c.fabric(), c.b->rank, "library memory", RegionKind::Device, bytes, &p);
   if (rc == ncclSuccess) *dev = p;
   return rc;
 }
@@ -94,7 +99,8 @@ static ncclResult_t freeDevice(epBackend *be, void *dev) {
 static ncclResult_t allocMapped(epBackend *be, void **host, void **dev, size_t bytes) {
   Call c(be, "allocMapped");
   u8 *p;
-  ncclResult_t rc = c.rc != ncclSuccess ? c.rc : allocate(c.fabric(), c.b->rank, "mapped memory", RegionKind::Mapped, bytes, &p);
+  ncclResult_t rc =
+      c.rc != ncclSuccess ? c.rc : allocate(c.fabric(), c.b->rank, "mapped memory", RegionKind::Mapped, bytes, &p);
   if (rc == ncclSuccess) *host = *dev = p;
   return rc;
 }
@@ -144,7 +150,8 @@ static ncclResult_t windowAddress(epBackend *be, ncclWindow_t win, uint64_t offs
     if (reinterpret_cast<ncclWindow_t>(w.get()) == win) {
       size_t bytes = w->bytes[size_t(c.b->rank)];
       if (offset >= bytes)
-        return fail(ncclInvalidArgument, "window offset %llu is outside its %zu bytes", static_cast<unsigned long long>(offset), bytes);
+        return fail(ncclInvalidArgument, "window offset %llu is outside its %zu bytes",
+                    static_cast<unsigned long long>(offset), bytes);
       *dev = w->base[size_t(c.b->rank)] + offset;
       return c.rc;
     }
@@ -167,16 +174,18 @@ static ncclResult_t launch(epBackend *be, epKernel *k, const epLaunch *l, cudaSt
   ncclResult_t rc = c.rc != ncclSuccess ? c.rc : c.fabric().findStream(c.b->rank, stream, "launch", &s);
   if (rc != ncclSuccess) return rc;
   Kernel *kernel = reinterpret_cast<Kernel *>(k);
-  if (!l->blocks || !l->threads || l->threads % 32 || l->threads > MAX_THREADS || l->smemBytes > unsigned(SMEM_PER_BLOCK) ||
-      l->threads != kernel->config.threads)
-    return fail(ncclInternalError, "launch of %s: %u blocks of %u threads (compiled for %u) with %u bytes of shared memory",
+  if (!l->blocks || !l->threads || l->threads % 32 || l->threads > MAX_THREADS ||
+      l->smemBytes > unsigned(SMEM_PER_BLOCK) || l->threads != kernel->config.threads)
+    return fail(ncclInternalError,
+                "launch of %s: %u blocks of %u threads (compiled for %u) with %u bytes of shared memory",
                 kernelName(kernel->id), l->blocks, l->threads, kernel->config.threads, l->smemBytes);
   StreamOp op{StreamOp::Kernel};
   op.name = kernelName(kernel->id);
   op.body = kernelBody(kernel->id, kernel->config, l->args, l->argBytes);
   op.together = kernel->id == EP_KERNEL_UPDATE; // it alone has a barrier of the grid
   op.blocks = l->blocks, op.threads = l->threads, op.sharedBytes = l->smemBytes;
-  if (!op.body) return fail(ncclInternalError, "launch of %s with %zu bytes of arguments", op.name.c_str(), l->argBytes);
+  if (!op.body)
+    return fail(ncclInternalError, "launch of %s with %zu bytes of arguments", op.name.c_str(), l->argBytes);
   c.fabric().queue(c.b->rank, s, std::move(op));
   return ncclSuccess;
 }
@@ -234,7 +243,8 @@ static ncclResult_t isCapturing(epBackend *, cudaStream_t, int *capturing) {
 static ncclResult_t isDeviceAddress(epBackend *be, const void *dev, int *yes) {
   Call c(be, "isDeviceAddress");
   Region *r = c.fabric().engine.memory.regionAt(dev);
-  *yes = r && !r->freed && c.fabric().reaches(r->rank, c.b->rank) && (r->rank == c.b->rank || r->kind == RegionKind::Window);
+  *yes = r && !r->freed && c.fabric().reaches(r->rank, c.b->rank) &&
+         (r->rank == c.b->rank || r->kind == RegionKind::Window);
   return ncclSuccess;
 }
 
@@ -244,9 +254,10 @@ static void relax(epBackend *be, uint64_t deadlineNs) {
   b->fabric->relax(lock, b->rank, deadlineNs);
 }
 
-static const epBackendOps ops = {"emu",         destroy,       topology, allGather, alloc, freeDevice,   allocMapped,
-                                 freeMapped,    windowCreate,  windowDestroy, windowAddress, kernel, launch, fill, copyInDevice,
-                                 copyToDevice,  copyToHost,    synchronize,   isCapturing,   isDeviceAddress, relax};
+static const epBackendOps ops = {
+    "emu",        destroy,      topology,      allGather,     alloc,       freeDevice,      allocMapped,
+    freeMapped,   windowCreate, windowDestroy, windowAddress, kernel,      launch,          fill,
+    copyInDevice, copyToDevice, copyToHost,    synchronize,   isCapturing, isDeviceAddress, relax};
 
 epBackend *makeBackend(const std::shared_ptr<Fabric> &fabric, int rank) {
   Backend *b = new Backend;

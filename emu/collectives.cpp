@@ -36,7 +36,8 @@ void Engine::join(Fiber **fs, u32 n) {
     Fiber *f = fs[i];
     bool found = false;
     for (u32 k = 0; k < views && !found; k++)
-      found = seen[k].view == f->view.get() && seen[k].shared == f->viewSharedFenced && seen[k].global == f->viewGlobalFenced;
+      found = seen[k].view == f->view.get() && seen[k].shared == f->viewSharedFenced &&
+              seen[k].global == f->viewGlobalFenced;
     if (!found) {
       v->absorb(*f->view, f->viewSharedFenced, f->viewGlobalFenced);
       if (views < 16) seen[views++] = {f->view.get(), f->viewSharedFenced, f->viewGlobalFenced};
@@ -75,7 +76,8 @@ void Engine::warpCollective(Collective kind, u32 mask, u32 value, u32 source, u3
     c = &w->open.back();
   }
   if (c->kind != kind)
-    report(Fault::Collective, 3, "%s: lanes of mask %08x disagree: %s and %s", me(0).c_str(), mask, name, names[int(c->kind)]);
+    report(Fault::Collective, 3, "%s: lanes of mask %08x disagree: %s and %s", me(0).c_str(), mask, name,
+           names[int(c->kind)]);
   c->arrived |= bit;
   if (c->arrived != mask) {
     block(State::Collective);
@@ -95,7 +97,8 @@ void Engine::warpCollective(Collective kind, u32 mask, u32 value, u32 source, u3
       w->result[lane] = votes;
     else if (kind == Collective::Shfl) {
       bool in = mask >> w->source[lane] & 1;
-      if (!in) report(Fault::Collective, 4, "%s: shfl reads lane %u outside mask %08x", me(0).c_str(), w->source[lane], mask);
+      if (!in)
+        report(Fault::Collective, 4, "%s: shfl reads lane %u outside mask %08x", me(0).c_str(), w->source[lane], mask);
       w->result[lane] = in ? w->value[w->source[lane]] : 0xDEADBEEF;
     } else if (kind == Collective::Match) {
       w->result[lane] = 0;
@@ -115,12 +118,14 @@ void Engine::barrier(u32 id, u32 count, bool wait) {
   Fiber *f = cur;
   f->polled.clear();
   if (id >= f->block->barriers.size() || (count & 31 && id)) {
-    report(Fault::Collective, 5, "%s: barrier %u with %u threads: no such barrier or not whole warps", me(0).c_str(), id, count);
+    report(Fault::Collective, 5, "%s: barrier %u with %u threads: no such barrier or not whole warps", me(0).c_str(),
+           id, count);
     return;
   }
   NamedBarrier &x = f->block->barriers[id];
   if (x.arrived && x.expected != count && id)
-    report(Fault::Collective, 6, "%s: barrier %u expects %u threads, this one says %u", me(0).c_str(), id, x.expected, count);
+    report(Fault::Collective, 6, "%s: barrier %u expects %u threads, this one says %u", me(0).c_str(), id, x.expected,
+           count);
   x.expected = count;
   x.arrived++;
   x.in.push_back(f);
@@ -169,8 +174,8 @@ Mbarrier *Engine::mbarrier(Block *b, u32 addr) {
   for (Mbarrier &m : b->mbarriers)
     if (m.addr == addr) {
       if (cur && cur->block == b && !slotSeen(cur, m.initThread, m.initEpoch))
-        report(Fault::SharedRace, 1ull << 40 | addr, "%s: mbarrier at shared+0x%x used without synchronising with its init",
-               me(0).c_str(), addr);
+        report(Fault::SharedRace, 1ull << 40 | addr,
+               "%s: mbarrier at shared+0x%x used without synchronising with its init", me(0).c_str(), addr);
       return &m;
     }
   report(Fault::Misuse, 10, "%s: mbarrier at shared+0x%x is not initialised", me(0).c_str(), addr);

@@ -1,5 +1,6 @@
 // The emulated GPUs of one fabric: every CUDA thread is a fiber, and one seeded scheduler runs all fibers of all ranks
-// under one clock. Nothing here knows communicators or host threads (fabric.h does); one process-wide lock guards it all.
+// under one clock. Nothing here knows communicators or host threads (fabric.h does); one process-wide lock guards it
+// all.
 //
 //   streams (stream.h) --start--> Launch --admit (num_sms resident)--> Block --> Warp --> Fiber
 //   a fiber's stores wait in its buffer until an event commits them; bulk copies are events too
@@ -46,7 +47,7 @@ struct BulkCopy {
   Block *block;
   u8 *global;
   u32 shared, bytes, mbar, group;
-  u32 epoch;             // of the store, on both of the thread's bulk slots
+  u32 epoch; // of the store, on both of the thread's bulk slots
   u32 chunksLeft, events;
   enum { Issued, SourceRead, Complete } state;
   bool dead;
@@ -55,8 +56,8 @@ struct BulkCopy {
 
 struct PolledWord {
   const u8 *addr;
-  u64 seen;  // change count of the word, or its value where it is mapped memory
-  u32 sync;  // 0: mapped
+  u64 seen; // change count of the word, or its value where it is mapped memory
+  u32 sync; // 0: mapped
 };
 
 struct Fiber {
@@ -70,8 +71,8 @@ struct Fiber {
   KnownRef known, fencedKnown;
   u32 epoch, sharedFenced, globalFenced; // own clock; own part that passed a fence
   bool viewSharedFenced, viewGlobalFenced;
-  bool touchedGlobal;                    // a first grid_wait would come too late
-  ReleaseRef fenceRelease;               // given away by relaxed stores after a fence
+  bool touchedGlobal;                      // a first grid_wait would come too late
+  ReleaseRef fenceRelease;                 // given away by relaxed stores after a fence
   KnownRef relaxedSeen, relaxedSeenFenced; // gained at the next fence
   // stores and bulk stores
   std::vector<PendingStore *> pending;
@@ -132,7 +133,8 @@ struct Block {
   std::vector<u64> hasPending; // a bit a thread
   std::vector<BulkCopy *> copies;
   KnownRef exitKnown;
-  std::vector<std::pair<u32, const u8 *>> relaxedFlags; // acquired though stored without release: (storer's identity, flag)
+  std::vector<std::pair<u32, const u8 *>>
+      relaxedFlags; // acquired though stored without release: (storer's identity, flag)
   char *stacks;
   size_t stackBytes;
 };
@@ -196,13 +198,13 @@ public:
 
   // ---- what the fabric calls
   enum class Outcome { Busy, Idle };
-  Outcome run(u64 picks);     // until that many scheduling decisions were made, or nothing can run
-  void hostDidSomething();    // new work was queued, or mapped memory may have changed
+  Outcome run(u64 picks);  // until that many scheduling decisions were made, or nothing can run
+  void hostDidSomething(); // new work was queued, or mapped memory may have changed
   bool anythingRunning() const { return liveLaunches != 0; }
-  bool advanceClock();        // lets timed waits expire; false when that is of no use
+  bool advanceClock(); // lets timed waits expire; false when that is of no use
   void reportStuck();
-  void abandon();             // drops all launches
-  bool liftLimits();          // admits the blocks that a launch's own limit keeps out; true when there were any
+  void abandon();    // drops all launches
+  bool liftLimits(); // admits the blocks that a launch's own limit keeps out; true when there were any
   void checkResidency();
   void addStream(Stream *s, const KnownRef &known);
   void removeStream(Stream *s);

@@ -116,7 +116,8 @@ ncclResult_t Fabric::findStream(int rank, cudaStream_t handle, const char *call,
       *out = s.get();
       return ncclSuccess;
     }
-  return fail(ncclInvalidArgument, "%s: stream %p is not one of rank %d's emulated streams", call, static_cast<void *>(handle), rank);
+  return fail(ncclInvalidArgument, "%s: stream %p is not one of rank %d's emulated streams", call,
+              static_cast<void *>(handle), rank);
 }
 
 void Fabric::queue(int rank, Stream *s, StreamOp op) {
@@ -132,9 +133,12 @@ void Fabric::queue(int rank, Stream *s, StreamOp op) {
 bool Fabric::satisfied(const Waiter &w) const {
   const Rank &r = ranks[size_t(w.rank)];
   switch (w.kind) {
-  case Kind::Meeting: return w.meeting->done;
-  case Kind::Relax: return episodes > w.episode || !r.broken.empty();
-  case Kind::Stream: break;
+  case Kind::Meeting:
+    return w.meeting->done;
+  case Kind::Relax:
+    return episodes > w.episode || !r.broken.empty();
+  case Kind::Stream:
+    break;
   }
   if (!r.broken.empty()) return true;
   if (w.stream) return w.stream->ops.empty();
@@ -162,7 +166,8 @@ bool Fabric::hostsAreWaiting(bool *someoneAway) const {
   *someoneAway = false;
   for (const Rank &r : ranks) {
     if (!r.comm) continue;
-    bool waits = std::any_of(waiters.begin(), waiters.end(), [&](Waiter *w) { return !w->released && w->thread == r.thread; });
+    bool waits =
+        std::any_of(waiters.begin(), waiters.end(), [&](Waiter *w) { return !w->released && w->thread == r.thread; });
     if (waits) continue;
     *someoneAway = true;
     if (now - r.calledAt < GRACE) return false;
@@ -307,7 +312,8 @@ void Fabric::relax(Lock &lock, int rank, u64 deadlineNs) {
 ncclResult_t Fabric::exchange(Lock &lock, int rank, const char *call, const void *mine, void *all, size_t bytes) {
   size_t n = ranks.size();
   for (size_t r = 0; r < n; r++) // it will not come any more
-    if (!ranks[r].broken.empty()) return fail(ncclInternalError, "%s: rank %zu is stuck since an earlier call", call, r);
+    if (!ranks[r].broken.empty())
+      return fail(ncclInternalError, "%s: rank %zu is stuck since an earlier call", call, r);
   if (!meeting) {
     meeting = std::make_shared<Meeting>();
     meeting->call = call;

@@ -1,9 +1,9 @@
 // Communicators of one emulated fabric and the host's side of it: ranks, streams, windows, rendezvous, and the rule by
 // which host threads lend themselves to the engine.
 //
-// The engine runs inside host calls that wait. It starts when every rank's host thread waits (or one has been away for a
-// grace time), runs until nothing can run any more, and only then are the waits judged. So what the kernels do depends
-// on the seed and on what each rank queued, not on how the host's threads were timed.
+// The engine runs inside host calls that wait. It starts when every rank's host thread waits (or one has been away for
+// a grace time), runs until nothing can run any more, and only then are the waits judged. So what the kernels do
+// depends on the seed and on what each rank queued, not on how the host's threads were timed.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -43,12 +43,12 @@ struct Window {
 };
 
 struct Rank {
-  Comm *comm = nullptr; // NULL once destroyed
+  Comm *comm = nullptr;                         // NULL once destroyed
   std::vector<std::unique_ptr<Stream>> streams; // [0] is the default stream, [1] the one of synchronous copies
   std::vector<std::shared_ptr<StreamEvent>> events;
   std::vector<std::shared_ptr<Window>> windows;
-  KnownRef hostKnown; // what this rank's host has synchronised with
-  std::string broken; // why every call fails now
+  KnownRef hostKnown;     // what this rank's host has synchronised with
+  std::string broken;     // why every call fails now
   std::thread::id thread; // that called for this rank last
   Clock_::time_point calledAt;
 };
@@ -63,7 +63,8 @@ public:
   std::vector<Rank> ranks;
   Engine engine;
 
-  // Every call begins with enter(); it fails where the rank is broken. Calls that give something back begin with touch().
+  // Every call begins with enter(); it fails where the rank is broken. Calls that give something back begin with
+  // touch().
   void touch(int rank);
   ncclResult_t enter(int rank, const char *call);
   ncclResult_t findStream(int rank, cudaStream_t handle, const char *call, Stream **out);

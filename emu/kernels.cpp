@@ -20,7 +20,8 @@ static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combin
 
 const char *kernelName(int id) { return id >= 0 && id < EP_KERNEL_COUNT ? names[id] : "?"; }
 
-template <class Args, class Kernel> static std::function<void()> bind(Kernel kernel, const epConfig &config, const void *args, size_t bytes) {
+template <class Args, class Kernel>
+static std::function<void()> bind(Kernel kernel, const epConfig &config, const void *args, size_t bytes) {
   if (bytes != sizeof(Args)) return {};
   Args copy;
   memcpy(&copy, args, sizeof copy);
@@ -32,14 +33,19 @@ std::function<void()> kernelBody(int id, const epConfig &config, const void *arg
   case EP_KERNEL_UPDATE:
     return bind<epUpdateArgs>([](const epConfig &c, const epUpdateArgs &a) { ep_update(c, a); }, config, args, bytes);
   case EP_KERNEL_DISPATCH:
-    return bind<epDispatchArgs>([](const epConfig &c, const epDispatchArgs &a) { ep_dispatch(c, a); }, config, args, bytes);
+    return bind<epDispatchArgs>([](const epConfig &c, const epDispatchArgs &a) { ep_dispatch(c, a); }, config, args,
+                                bytes);
   case EP_KERNEL_COMBINE:
-    return bind<epCombineArgs>([](const epConfig &c, const epCombineArgs &a) { ep_combine(c, a); }, config, args, bytes);
+    return bind<epCombineArgs>([](const epConfig &c, const epCombineArgs &a) { ep_combine(c, a); }, config, args,
+                               bytes);
   case EP_KERNEL_LL_DISPATCH:
-    return bind<epLlDispatchArgs>([](const epConfig &c, const epLlDispatchArgs &a) { ep_ll_dispatch(c, a); }, config, args, bytes);
+    return bind<epLlDispatchArgs>([](const epConfig &c, const epLlDispatchArgs &a) { ep_ll_dispatch(c, a); }, config,
+                                  args, bytes);
   case EP_KERNEL_LL_COMBINE:
-    return bind<epLlCombineArgs>([](const epConfig &c, const epLlCombineArgs &a) { ep_ll_combine(c, a); }, config, args, bytes);
-  default: return {};
+    return bind<epLlCombineArgs>([](const epConfig &c, const epLlCombineArgs &a) { ep_ll_combine(c, a); }, config, args,
+                                 bytes);
+  default:
+    return {};
   }
 }
 

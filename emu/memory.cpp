@@ -9,7 +9,8 @@
 namespace emu {
 
 static const size_t PAGE = 4096;
-static const size_t POISON_LIMIT = size_t(64) << 20; // larger regions stay sparse: only their shadow says "never written"
+static const size_t POISON_LIMIT = size_t(64)
+                                   << 20; // larger regions stay sparse: only their shadow says "never written"
 
 static void *reserve(size_t bytes, int protection) {
   void *p = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -43,7 +44,8 @@ u8 *Memory::allocate(const std::string &name, int rank, RegionKind kind, size_t 
   if (size < bytes || size > reserved || used + size + PAGE > reserved) return nullptr;
   u8 *base = arena + used;
   if (mprotect(base, size, PROT_READ | PROT_WRITE)) return nullptr;
-  std::unique_ptr<Region> r(new Region{name, rank, kind, base, bytes, size, nullptr, kind != RegionKind::Device, false});
+  std::unique_ptr<Region> r(
+      new Region{name, rank, kind, base, bytes, size, nullptr, kind != RegionKind::Device, false});
   if (kind != RegionKind::Mapped) {
     r->shadow = static_cast<Word *>(reserve(size / 4 * sizeof(Word), PROT_READ | PROT_WRITE));
     if (!r->shadow) {
@@ -73,8 +75,8 @@ std::string Memory::where(const void *p) {
     snprintf(text, sizeof text, "address %p outside all memory", p);
     return text;
   }
-  snprintf(text, sizeof text, "%s[rank %d]+0x%zx%s", r->name.c_str(), r->rank, size_t(static_cast<const u8 *>(p) - r->base),
-           r->freed ? " (freed)" : "");
+  snprintf(text, sizeof text, "%s[rank %d]+0x%zx%s", r->name.c_str(), r->rank,
+           size_t(static_cast<const u8 *>(p) - r->base), r->freed ? " (freed)" : "");
   return text;
 }
 

@@ -26,8 +26,8 @@ enum : u8 { W_VALID = 1, W_STRONG = 2, W_SYSTEM = 4, W_OLD_VALID = 8 };
 
 // A word that strong operations touch: flags and counters.
 struct SyncWord {
-  u64 change = 0;     // commit that last changed it
-  ReleaseRef release; // what an acquire of its present value gives
+  u64 change = 0;       // commit that last changed it
+  ReleaseRef release;   // what an acquire of its present value gives
   Actor unreleased = 0; // who stored the present value without release
   std::vector<Fiber *> waiting;
 };
@@ -59,7 +59,9 @@ public:
     size_t off = size_t(static_cast<const u8 *>(p) - arena);
     return off < reserved && pages[off >> 12] ? regions[pages[off >> 12]].get() : nullptr;
   }
-  static Word *wordAt(Region *r, const void *p) { return r->shadow + (size_t(static_cast<const u8 *>(p) - r->base) >> 2); }
+  static Word *wordAt(Region *r, const void *p) {
+    return r->shadow + (size_t(static_cast<const u8 *>(p) - r->base) >> 2);
+  }
   SyncWord &syncOf(Word *w) {
     if (!w->sync) {
       w->sync = u32(syncs.size());

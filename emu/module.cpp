@@ -24,7 +24,9 @@ template <class Body> static ncclResult_t with(ncclComm_t handle, const char *ca
   try {
     Lock lock = lockEmulator();
     Comm *c = find(handle);
-    if (!c) return fail(ncclInvalidArgument, "%s: comm %p is not an emulated communicator", call, static_cast<void *>(handle));
+    if (!c)
+      return fail(ncclInvalidArgument, "%s: comm %p is not an emulated communicator", call,
+                  static_cast<void *>(handle));
     c->fabric->touch(c->rank);
     ncclResult_t rc = givesBack ? ncclSuccess : c->fabric->enter(c->rank, call);
     return rc != ncclSuccess ? rc : body(lock, *c);
@@ -47,7 +49,8 @@ static ncclResult_t open(ncclComm_t comm, epBackend **out) {
 
 static ncclResult_t commInitAll(ncclComm_t *out, int scaleOut, int scaleUp, const ncclEpEmuOptions_t *given) {
   if (!out || scaleOut < 1 || scaleUp < 1 || scaleOut > 1024 || scaleUp > 1024 || scaleOut * scaleUp > 1024)
-    return fail(ncclInvalidArgument, "ncclEpEmuCommInitAll: comms %p, %d x %d ranks: expected an array and 1 to 1024 ranks",
+    return fail(ncclInvalidArgument,
+                "ncclEpEmuCommInitAll: comms %p, %d x %d ranks: expected an array and 1 to 1024 ranks",
                 static_cast<void *>(out), scaleOut, scaleUp);
   ncclEpEmuOptions_t o{};
   o.seed = 1;
@@ -71,7 +74,9 @@ static ncclResult_t commInitAll(ncclComm_t *out, int scaleOut, int scaleUp, cons
 static ncclResult_t commDestroy(ncclComm_t comm) {
   Lock lock = lockEmulator();
   Comm *c = find(comm);
-  if (!c) return fail(ncclInvalidArgument, "ncclEpEmuCommDestroy: %p is not an emulated communicator", static_cast<void *>(comm));
+  if (!c)
+    return fail(ncclInvalidArgument, "ncclEpEmuCommDestroy: %p is not an emulated communicator",
+                static_cast<void *>(comm));
   std::shared_ptr<Fabric> fabric = c->fabric;
   fabric->touch(c->rank);
   if (fabric->ranks[size_t(c->rank)].broken.empty()) fabric->synchronizeRank(lock, c->rank, "ncclEpEmuCommDestroy");
@@ -92,9 +97,9 @@ static ncclResult_t allocate(ncclComm_t comm, void **ptr, size_t bytes, const ch
 }
 
 static ncclResult_t release(ncclComm_t comm, void *ptr) {
-  return with(comm, "ncclEpEmuFree", [&](Lock &lock, Comm &c) {
-    return freeRegion(lock, *c.fabric, c.rank, ptr, false, "ncclEpEmuFree");
-  }, true);
+  return with(
+      comm, "ncclEpEmuFree",
+      [&](Lock &lock, Comm &c) { return freeRegion(lock, *c.fabric, c.rank, ptr, false, "ncclEpEmuFree"); }, true);
 }
 
 static ncclResult_t copy(ncclComm_t comm, void *dst, const void *src, size_t bytes, cudaStream_t stream) {
@@ -105,7 +110,8 @@ static ncclResult_t copy(ncclComm_t comm, void *dst, const void *src, size_t byt
     if (!dst || !src) return fail(ncclInvalidArgument, "ncclEpEmuMemcpy: dst %p, src %p", dst, src);
     StreamOp op{StreamOp::Copy};
     op.dst = static_cast<u8 *>(dst), op.src = static_cast<const u8 *>(src), op.bytes = bytes;
-    if (!c.fabric->engine.memory.regionAt(src)) op.staged.assign(op.src, op.src + bytes); // the host may reuse it at once
+    if (!c.fabric->engine.memory.regionAt(src))
+      op.staged.assign(op.src, op.src + bytes); // the host may reuse it at once
     c.fabric->queue(c.rank, s, std::move(op));
     return ncclSuccess;
   });
@@ -130,11 +136,14 @@ static ncclResult_t streamCreate(ncclComm_t comm, cudaStream_t *stream) {
 }
 
 static ncclResult_t streamDestroy(ncclComm_t comm, cudaStream_t stream) {
-  return with(comm, "ncclEpEmuStreamDestroy", [&](Lock &lock, Comm &c) {
-    Stream *s;
-    ncclResult_t rc = c.fabric->findStream(c.rank, stream, "ncclEpEmuStreamDestroy", &s);
-    return rc != ncclSuccess ? rc : c.fabric->destroyStream(lock, c.rank, s, "ncclEpEmuStreamDestroy");
-  }, true);
+  return with(
+      comm, "ncclEpEmuStreamDestroy",
+      [&](Lock &lock, Comm &c) {
+        Stream *s;
+        ncclResult_t rc = c.fabric->findStream(c.rank, stream, "ncclEpEmuStreamDestroy", &s);
+        return rc != ncclSuccess ? rc : c.fabric->destroyStream(lock, c.rank, s, "ncclEpEmuStreamDestroy");
+      },
+      true);
 }
 
 static ncclResult_t streamSynchronize(ncclComm_t comm, cudaStream_t stream) {
@@ -164,13 +173,16 @@ static ncclResult_t eventCreate(ncclComm_t comm, cudaEvent_t *event) {
 }
 
 static ncclResult_t eventDestroy(ncclComm_t comm, cudaEvent_t event) {
-  return with(comm, "ncclEpEmuEventDestroy", [&](Lock &, Comm &c) {
-    auto e = findEvent(c, event);
-    if (!e) return fail(ncclInvalidArgument, "ncclEpEmuEventDestroy: not an event of rank %d", c.rank);
-    auto &v = c.fabric->ranks[size_t(c.rank)].events;
-    v.erase(std::find(v.begin(), v.end(), e));
-    return ncclSuccess;
-  }, true);
+  return with(
+      comm, "ncclEpEmuEventDestroy",
+      [&](Lock &, Comm &c) {
+        auto e = findEvent(c, event);
+        if (!e) return fail(ncclInvalidArgument, "ncclEpEmuEventDestroy: not an event of rank %d", c.rank);
+        auto &v = c.fabric->ranks[size_t(c.rank)].events;
+        v.erase(std::find(v.begin(), v.end(), e));
+        return ncclSuccess;
+      },
+      true);
 }
 
 static ncclResult_t queueEvent(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream, bool record, const char *call) {
@@ -204,7 +216,8 @@ static ncclResult_t windowRegister(ncclComm_t comm, void *buffer, size_t bytes, 
     Fabric &f = *c.fabric;
     Region *r = f.engine.memory.regionAt(buffer);
     if (!window || !r || r->freed || r->rank != c.rank || static_cast<u8 *>(buffer) + bytes > r->base + r->bytes)
-      return fail(ncclInvalidArgument, "ncclEpEmuWindowRegister: %zu bytes at %p are not emulated memory of rank %d", bytes, buffer, c.rank);
+      return fail(ncclInvalidArgument, "ncclEpEmuWindowRegister: %zu bytes at %p are not emulated memory of rank %d",
+                  bytes, buffer, c.rank);
     struct Part {
       u8 *base;
       size_t bytes;
@@ -225,15 +238,18 @@ static ncclResult_t windowRegister(ncclComm_t comm, void *buffer, size_t bytes, 
 }
 
 static ncclResult_t windowDeregister(ncclComm_t comm, ncclWindow_t window) {
-  return with(comm, "ncclEpEmuWindowDeregister", [&](Lock &, Comm &c) {
-    auto &v = c.fabric->ranks[size_t(c.rank)].windows;
-    for (size_t i = 0; i < v.size(); i++)
-      if (reinterpret_cast<ncclWindow_t>(v[i].get()) == window) {
-        v.erase(v.begin() + long(i));
-        return ncclSuccess;
-      }
-    return fail(ncclInvalidArgument, "ncclEpEmuWindowDeregister: not a window of rank %d", c.rank);
-  }, true);
+  return with(
+      comm, "ncclEpEmuWindowDeregister",
+      [&](Lock &, Comm &c) {
+        auto &v = c.fabric->ranks[size_t(c.rank)].windows;
+        for (size_t i = 0; i < v.size(); i++)
+          if (reinterpret_cast<ncclWindow_t>(v[i].get()) == window) {
+            v.erase(v.begin() + long(i));
+            return ncclSuccess;
+          }
+        return fail(ncclInvalidArgument, "ncclEpEmuWindowDeregister: not a window of rank %d", c.rank);
+      },
+      true);
 }
 
 // Also for broken ranks: it is where the reason stands.
@@ -241,7 +257,8 @@ static ncclResult_t report(ncclComm_t comm, ncclEpEmuReport_t *out) {
   Lock lock = lockEmulator();
   Comm *c = find(comm);
   if (!c || !out || out->size < sizeof *out)
-    return fail(ncclInvalidArgument, "ncclEpEmuGetReport: %s", c ? "report is NULL or its size is wrong" : "not an emulated communicator");
+    return fail(ncclInvalidArgument, "ncclEpEmuGetReport: %s",
+                c ? "report is NULL or its size is wrong" : "not an emulated communicator");
   Engine &e = c->fabric->engine;
   out->faults = e.reports.count();
   out->switches = e.switches;

@@ -84,7 +84,9 @@ static KnownRef joinFresh(const KnownRef &a, const KnownRef &b) {
   KnownRef k(new Known);
   k->of.resize(n);
   for (size_t i = 0; i < n; i++)
-    k->of[i] = from[i] == 2 ? b->of[i] : from[i] ? (i < a->of.size() ? a->of[i] : ViewRef()) : joinViews(a->of[i], b->of[i]);
+    k->of[i] = from[i] == 2 ? b->of[i]
+               : from[i]    ? (i < a->of.size() ? a->of[i] : ViewRef())
+                            : joinViews(a->of[i], b->of[i]);
   return k;
 }
 

@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <source_location>
 
 #include "engine.h"
 
@@ -17,8 +16,13 @@ struct uint4 {
 
 namespace p {
 
-using Here = std::source_location;
-inline emu::Place at(const Here &h) { return emu::placeOf(h.file_name(), h.line()); }
+/* Where a primitive is called; what std::source_location is, for compilers whose library does not have it. */
+struct Here {
+  const char *file;
+  uint32_t line;
+  static constexpr Here current(const char *f = __builtin_FILE(), uint32_t l = __builtin_LINE()) { return {f, l}; }
+};
+inline emu::Place at(const Here &h) { return emu::placeOf(h.file, h.line); }
 inline emu::Engine &e() { return *emu::engine; }
 
 static constexpr uint32_t FULL = 0xffffffffu;

@@ -90,7 +90,8 @@ void Engine::report(Fault kind, u64 key, const char *format, ...) {
 // ---- identities and streams -----------------------------------------------------------------------------------------
 
 // An identity is used again only by its own rank, and by one that is ordered after its last use: no order is made up.
-u32 Engine::allocIdentity(int rank, u32 index, u32 threads, const std::string &name, const KnownRef &known, bool stream) {
+u32 Engine::allocIdentity(int rank, u32 index, u32 threads, const std::string &name, const KnownRef &known,
+                          bool stream) {
   u32 id = 1;
   auto fits = [&](u32 i) {
     const Identity &x = identities[i];
@@ -228,8 +229,8 @@ void Engine::exitThread() {
   f->warp->exited |= 1u << f->lane;
   for (BulkCopy *c : f->bulk)
     if (c->epoch > f->bulkReadDone) {
-      report(Fault::Misuse, 1, "%s exits while its bulk store may still read shared memory: no wait_group before the end",
-             me(0).c_str());
+      report(Fault::Misuse, 1,
+             "%s exits while its bulk store may still read shared memory: no wait_group before the end", me(0).c_str());
       break;
     }
   u64 canary;
@@ -275,8 +276,10 @@ void Engine::fire(const Event &e) {
   }
   BulkCopy *c = e.copy;
   c->events--;
-  if (!c->dead) c->load ? finishBulkLoad(c) : stepBulkStore(c);
-  else copyDone(c);
+  if (!c->dead)
+    c->load ? finishBulkLoad(c) : stepBulkStore(c);
+  else
+    copyDone(c);
 }
 
 // ---- blocks and launches --------------------------------------------------------------------------------------------
@@ -322,7 +325,8 @@ void Engine::startBlock(Launch *l) {
   identities[b->identity].live = b;
   b->base = identities[b->identity].base;
   b->shared.assign(l->sharedBytes, 0xCD);
-  b->sharedShadow.assign(l->sharedBytes / 4 + 1, SharedWord{NOBODY, NOBODY, NOBODY, 0, 0, 0, 0, 0xCDCDCDCD, 0, 0, 0, 0});
+  b->sharedShadow.assign(l->sharedBytes / 4 + 1,
+                         SharedWord{NOBODY, NOBODY, NOBODY, 0, 0, 0, 0, 0xCDCDCDCD, 0, 0, 0, 0});
   for (NamedBarrier &x : b->barriers) x.arrived = x.expected = 0, x.in.clear(), x.waiters.clear();
   b->mbarriers.clear();
   b->relaxedFlags.clear();
@@ -442,14 +446,22 @@ void Engine::streamStep(Stream *s) {
   lastChange = now;
   progress++;
   switch (op.kind) {
-  case StreamOp::Kernel: startLaunch(s); return;
-  case StreamOp::Copy: copyInStream(s, op.dst, op.staged.empty() ? op.src : op.staged.data(), op.bytes, 0, false); break;
-  case StreamOp::Fill: copyInStream(s, op.dst, nullptr, op.bytes, op.value, true); break;
+  case StreamOp::Kernel:
+    startLaunch(s);
+    return;
+  case StreamOp::Copy:
+    copyInStream(s, op.dst, op.staged.empty() ? op.src : op.staged.data(), op.bytes, 0, false);
+    break;
+  case StreamOp::Fill:
+    copyInStream(s, op.dst, nullptr, op.bytes, op.value, true);
+    break;
   case StreamOp::Record:
     op.event->known = s->known;
     op.event->recordsDone++;
     break;
-  case StreamOp::Wait: s->known = joiner.join(s->known, op.event->known); break;
+  case StreamOp::Wait:
+    s->known = joiner.join(s->known, op.event->known);
+    break;
   }
   s->ops.pop_front();
   scanStreams = true;
@@ -504,8 +516,10 @@ bool Engine::advanceClock() {
   for (auto &ofRank : streams)
     for (Stream *s : ofRank)
       if (s->running) s->running->suspect.clear(); // more blocks did not help: it waits for something else
-  if (clockReads != clockReadsAtJump) fruitlessJumps = 0;
-  else if (++fruitlessJumps > 100) return false; // nobody looks at the clock
+  if (clockReads != clockReadsAtJump)
+    fruitlessJumps = 0;
+  else if (++fruitlessJumps > 100)
+    return false; // nobody looks at the clock
   clockReadsAtJump = clockReads;
   if (clockNs > CLOCK_LIMIT_NS) return false;
   clockNs += 1000000ull << std::min(clockJumps++, 16u);
@@ -530,7 +544,8 @@ bool Engine::liftLimits() {
       if (l->residentLimit >= l->blocks) continue;
       char text[256];
       snprintf(text, sizeof text,
-               "rank %d: with %u blocks of %s resident all of them waited for block %u or a later one, which could not start",
+               "rank %d: with %u blocks of %s resident all of them waited for block %u or a later one, which could not "
+               "start",
                l->stream->rank, l->residentLimit, l->name.c_str(), l->started);
       l->suspect = text;
       l->residentLimit = l->blocks;
@@ -544,8 +559,8 @@ void Engine::checkResidency() {
     if (!waiting[r].empty()) {
       Launch *l = waiting[r].front();
       report(Fault::NotResident, r,
-             "rank %zu: blocks %u to %u of %s cannot start: %u blocks are resident (num_sms %u) and all of them wait", r,
-             l->started, l->blocks - 1, l->name.c_str(), resident[r], residentLimit);
+             "rank %zu: blocks %u to %u of %s cannot start: %u blocks are resident (num_sms %u) and all of them wait",
+             r, l->started, l->blocks - 1, l->name.c_str(), resident[r], residentLimit);
     }
 }
 
@@ -571,8 +586,8 @@ void Engine::reportStuck() {
         u32 arrived = 0;
         for (OpenCollective &o : f.warp->open)
           if (o.mask == f.mask) arrived = o.arrived;
-        snprintf(text, sizeof text, " %s mask %08x arrived %08x exited %08x", collectiveNames[int(f.collective)], f.mask,
-                 arrived, f.warp->exited);
+        snprintf(text, sizeof text, " %s mask %08x arrived %08x exited %08x", collectiveNames[int(f.collective)],
+                 f.mask, arrived, f.warp->exited);
         line += text;
       }
       if (f.state == State::Barrier) {

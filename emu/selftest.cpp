@@ -98,7 +98,8 @@ static void launchAll(Lab &lab, Kernel k, u32 bug, u32 blocks, u32 threads, u64 
   for (u32 r = 0; r < lab.ranks; r++) {
     litmus::Args a = lab.args(r, bug);
     a.timeoutNs = timeoutNs;
-    lab.launch(lab.streams[r], [k, a] { k(a); }, blocks, threads);
+    lab.launch(
+        lab.streams[r], [k, a] { k(a); }, blocks, threads);
   }
 }
 
@@ -110,7 +111,8 @@ static void clean(Kernel k, u32 variant, u32 ranks, u32 blocks, u32 threads, Che
     bool right = ended;
     for (u32 r = 0; r < ranks && right; r++) right = check(lab, r);
     if (!right || lab.engine.reports.count())
-      fail_msg("variant %u seed %u: ended %d, right %d\n%s", variant, seed, ended, right, lab.engine.reports.text().c_str());
+      fail_msg("variant %u seed %u: ended %d, right %d\n%s", variant, seed, ended, right,
+               lab.engine.reports.text().c_str());
   }
 }
 
@@ -124,7 +126,8 @@ static void caught(Kernel k, u32 bug, const char *cause, u32 ranks, u32 blocks, 
     lab.run();
     bool hit = lab.reported(cause);
     found += hit;
-    if (always && !hit) fail_msg("bug %u seed %u: \"%s\" not among\n%s", bug, seed, cause, lab.engine.reports.text().c_str());
+    if (always && !hit)
+      fail_msg("bug %u seed %u: \"%s\" not among\n%s", bug, seed, cause, lab.engine.reports.text().c_str());
     if (getenv("NCCL_EP_EMU_TEST_PRINT") && seed == 1) printf("--- %u: %s\n", bug, lab.engine.reports.text().c_str());
   }
   if (found * 3 < seeds()) fail_msg("bug %u: \"%s\" found with %u of %u seeds", bug, cause, found, seeds());
@@ -210,7 +213,8 @@ static void testGrid(void **) {
   for (u32 seed = 1; seed <= seeds(); seed++) {
     Lab lab(seed, 1);
     litmus::Args a = lab.args(0, 0);
-    lab.launch(lab.streams[0], [a] { litmus::grid(a); }, 3, 64, false);
+    lab.launch(
+        lab.streams[0], [a] { litmus::grid(a); }, 3, 64, false);
     assert_true(lab.run() && gridRight(lab, 0));
     found += lab.reported("[block not resident]");
   }
@@ -245,8 +249,10 @@ static void testStreams(void **) {
       u32 *a = lab.mine[0], *b = lab.out[0];
       StreamOp copy(StreamOp::Copy);
       u32 host[64];
-      lab.launch(lab.streams[0], [a] { writeWords(a); }, 1, 64);
-      lab.launch(lab.streams[0], [a, b] { addWords(a, b); }, 1, 64); // kernel boundary orders
+      lab.launch(
+          lab.streams[0], [a] { writeWords(a); }, 1, 64);
+      lab.launch(
+          lab.streams[0], [a, b] { addWords(a, b); }, 1, 64); // kernel boundary orders
       auto event = std::make_shared<StreamEvent>();
       if (withEvent) {
         StreamOp record(StreamOp::Record), wait(StreamOp::Wait);
@@ -255,7 +261,8 @@ static void testStreams(void **) {
         lab.streams[0].ops.push_back(record);
         second.ops.push_back(wait);
       }
-      lab.launch(second, [a, b] { addWords(b, a + 128); }, 1, 64);
+      lab.launch(
+          second, [a, b] { addWords(b, a + 128); }, 1, 64);
       copy.dst = reinterpret_cast<u8 *>(host), copy.src = reinterpret_cast<u8 *>(a + 128), copy.bytes = sizeof host;
       second.ops.push_back(copy);
       assert_true(lab.run());
@@ -274,7 +281,8 @@ static void testFreed(void **) {
   Lab lab(1, 1);
   u32 *a = lab.mine[0];
   lab.engine.memory.release(lab.engine.memory.regionAt(a));
-  lab.launch(lab.streams[0], [a] { writeWords(a); }, 1, 32);
+  lab.launch(
+      lab.streams[0], [a] { writeWords(a); }, 1, 32);
   lab.run();
   assert_true(lab.reported("[memory freed while used]"));
 }
@@ -293,8 +301,10 @@ static void testSparse(void **) {
   u8 *big = lab.engine.memory.allocate("big", 0, RegionKind::Device, size_t(24) << 30);
   if (!big) skip();
   u32 *far = reinterpret_cast<u32 *>(big + (size_t(20) << 30)), *out = lab.out[0];
-  lab.launch(lab.streams[0], [far] { writeWords(far); }, 1, 32);
-  lab.launch(lab.streams[0], [far, out] { addWords(far, out); }, 1, 32);
+  lab.launch(
+      lab.streams[0], [far] { writeWords(far); }, 1, 32);
+  lab.launch(
+      lab.streams[0], [far, out] { addWords(far, out); }, 1, 32);
   assert_true(lab.run());
   assert_int_equal(lab.engine.reports.count(), 0);
   for (u32 i = 0; i < 32; i++) assert_int_equal(out[i], i + 2);
@@ -323,7 +333,8 @@ static u64 threadsRun(u64 seed, u32 ranks, bool *right) {
       Lock lock = lockEmulator();
       Fabric &f = *fabric;
       u32 *mem[3];
-      for (u32 *&m : mem) m = reinterpret_cast<u32 *>(f.engine.memory.allocate("m", int(r), RegionKind::Window, WORDS * 4));
+      for (u32 *&m : mem)
+        m = reinterpret_cast<u32 *>(f.engine.memory.allocate("m", int(r), RegionKind::Window, WORDS * 4));
       std::vector<u32 *> all(3 * ranks);
       int rank = int(r);
       bool good = f.exchange(lock, rank, "test", mem, all.data(), sizeof mem) == ncclSuccess;
@@ -383,7 +394,9 @@ static void testMissingRank(void **) {
     for (int r = 0; r < 2; r++) f.ranks[size_t(r)].comm = &c[r];
     litmus::Args a{};
     a.ranks = 2;
-    auto mem = [&](int r) { return reinterpret_cast<u32 *>(f.engine.memory.allocate("m", r, RegionKind::Window, WORDS * 4)); };
+    auto mem = [&](int r) {
+      return reinterpret_cast<u32 *>(f.engine.memory.allocate("m", r, RegionKind::Window, WORDS * 4));
+    };
     a.mine = mem(0), a.peer = mem(1), a.out = mem(0);
     Stream *s = nullptr;
     f.enter(0, "test");
@@ -426,8 +439,8 @@ static void testNumbers(void **) {
 
 int main() {
   const CMUnitTest tests[] = {
-      cmocka_unit_test(testMessage), cmocka_unit_test(testBulk),     cmocka_unit_test(testCredit),
-      cmocka_unit_test(testGrid),    cmocka_unit_test(testExecution), cmocka_unit_test(testStreams),
+      cmocka_unit_test(testMessage), cmocka_unit_test(testBulk),         cmocka_unit_test(testCredit),
+      cmocka_unit_test(testGrid),    cmocka_unit_test(testExecution),    cmocka_unit_test(testStreams),
       cmocka_unit_test(testFreed),   cmocka_unit_test(testNoWeakMemory), cmocka_unit_test(testSparse),
       cmocka_unit_test(testThreads), cmocka_unit_test(testMissingRank),  cmocka_unit_test(testNumbers),
   };

@@ -21,7 +21,8 @@ inline void wait32(const uint32_t *flag, uint32_t want) {
 }
 
 // Data by ordinary stores, then a flag; the neighbour reads after it. 1: flag without release; 2: polled without
-// acquire; 3: no wait at all; 4 (legal): relaxed flag and poll with fences; 5: flag before the data; 6: scope too small.
+// acquire; 3: no wait at all; 4 (legal): relaxed flag and poll with fences; 5: flag before the data; 6: scope too
+// small.
 inline void message(const Args &a) {
   if (tid() >= 32) return;
   if (a.bug == 5 && tid() == 0) st_release_sys(a.peer + FLAG, 1u);
@@ -29,8 +30,10 @@ inline void message(const Args &a) {
   sync_warp();
   if (tid() == 0 && a.bug != 5) {
     if (a.bug == 4) fence_sys();
-    if (a.bug == 1 || a.bug == 4) st_relaxed_sys(a.peer + FLAG, 1u);
-    else st_release_sys(a.peer + FLAG, 1u);
+    if (a.bug == 1 || a.bug == 4)
+      st_relaxed_sys(a.peer + FLAG, 1u);
+    else
+      st_release_sys(a.peer + FLAG, 1u);
   }
   if (tid() == 0 && a.bug != 3) {
     if (a.bug == 2 || a.bug == 4)
@@ -71,12 +74,16 @@ inline void bulk(const Args &a) {
     bulk_s2g(a.peer + ROW, row, bytes);
     bulk_commit();
     if (a.bug == 10) sts<uint32_t>(row + 64, 7u);
-    if (a.bug == 4 || a.bug == 14) bulk_wait_read<0>();
-    else if (a.bug != 5 && a.bug != 11) bulk_wait<0>();
+    if (a.bug == 4 || a.bug == 14)
+      bulk_wait_read<0>();
+    else if (a.bug != 5 && a.bug != 11)
+      bulk_wait<0>();
     st_release_sys(a.peer + FLAG, 1u);
     wait32(a.mine + FLAG, 1);
-    if (a.bug == 9) fence_proxy_async();
-    else if (a.bug != 6) fence_proxy_async_global();
+    if (a.bug == 9)
+      fence_proxy_async();
+    else if (a.bug != 6)
+      fence_proxy_async_global();
     mbar_expect_tx(bar, bytes);
     bulk_g2s(row, a.mine + (a.bug == 13 ? 4096 : ROW), bytes, bar);
     if (a.bug == 5 || a.bug == 11) bulk_wait<0>();
@@ -103,7 +110,8 @@ inline void credit(const Args &a) {
   uint32_t *credits = a.mine + FLAG + 1, *toCredit = a.peer + FLAG + 2;
   for (uint32_t round = 1; round <= 3; round++) {
     if (round > 1 && a.bug != 1) wait32(credits, round - 1);
-    for (uint32_t i = 0; i < 8; i++) stg<uint32_t>((a.bug == 2 ? a.ctr[0] + 8 : a.peer) + i, 10 * round + i + (a.bug == 2 ? a.rank : 0));
+    for (uint32_t i = 0; i < 8; i++)
+      stg<uint32_t>((a.bug == 2 ? a.ctr[0] + 8 : a.peer) + i, 10 * round + i + (a.bug == 2 ? a.rank : 0));
     st_release_sys(a.peer + FLAG, round);
     // data of the other neighbour
     while (ld_acquire_sys(a.mine + FLAG) < round) nanosleep(20);
@@ -122,8 +130,10 @@ inline void grid(const Args &a) {
   sync_threads();
   bool ok = true;
   if (tid() == 0) {
-    if (a.bug == 2) atomic_add(a.ctr[a.rank], 1);
-    else atomic_add_acq_rel_gpu(a.ctr[a.rank], 1);
+    if (a.bug == 2)
+      atomic_add(a.ctr[a.rank], 1);
+    else
+      atomic_add_acq_rel_gpu(a.ctr[a.rank], 1);
     uint64_t start = globaltimer();
     while (a.bug != 1 && ok && ld_acquire_gpu(a.ctr[a.rank]) < blocks) {
       nanosleep(50);
@@ -139,7 +149,8 @@ inline void grid(const Args &a) {
 
 // Execution: scans, divergent halves, named barriers, mbarrier arrivals, votes. 1: barrier missing in a block scan;
 // 2: named barrier count differs; 3: an mbarrier arrival missing; 4 (legal): timeout taken; 5: vote-polling a flag that
-// nobody sets; 6: lanes call different collectives; 7: a flag nobody sets, without timeout; 8: memory used before grid_wait
+// nobody sets; 6: lanes call different collectives; 7: a flag nobody sets, without timeout; 8: memory used before
+// grid_wait
 inline void execution(const Args &a) {
   const uint32_t l = lane(), w = warp(), s = smem_base();
   if (a.bug == 8) ldg<uint32_t>(a.ctr[a.rank]);

@@ -46,19 +46,22 @@ void Engine::checkSharedWrite(Fiber *f, u32 addr, u32 bytes, bool async, Place p
     }
     if (!isSeen(readers, w.reader, w.readEpoch)) {
       report(async ? Fault::SharedReuse : Fault::SharedRace, key | 0x10000 | w.readPlace,
-             "%s: %s shared+0x%x, which thread %u may still read%s; nothing orders the two", me(place).c_str(), what, addr + i,
-             w.reader, placeText(w.readPlace).c_str());
+             "%s: %s shared+0x%x, which thread %u may still read%s; nothing orders the two", me(place).c_str(), what,
+             addr + i, w.reader, placeText(w.readPlace).c_str());
       return;
     }
     if (!isSeen(bulkReaders, w.bulkReader, w.bulkEpoch)) {
-      report(Fault::SharedReuse, key | 0x20000 | w.bulkPlace,
-             "%s: %s shared+0x%x: shared memory reused while a bulk store%s may still read it (wait_group.read missing)",
-             me(place).c_str(), what, addr + i, placeText(w.bulkPlace).c_str());
+      report(
+          Fault::SharedReuse, key | 0x20000 | w.bulkPlace,
+          "%s: %s shared+0x%x: shared memory reused while a bulk store%s may still read it (wait_group.read missing)",
+          me(place).c_str(), what, addr + i, placeText(w.bulkPlace).c_str());
       return;
     }
-    if (async && !fences.check(w.writer, w.writeEpoch, [&] { return w.writer == NOBODY || slotFenced(f, w.writer, w.writeEpoch); })) {
+    if (async && !fences.check(w.writer, w.writeEpoch,
+                               [&] { return w.writer == NOBODY || slotFenced(f, w.writer, w.writeEpoch); })) {
       report(Fault::MissingFence, key | w.writePlace,
-             "%s: bulk load overwrites shared+0x%x, written by thread %u through the generic proxy%s: no fence.proxy.async in between",
+             "%s: bulk load overwrites shared+0x%x, written by thread %u through the generic proxy%s: no "
+             "fence.proxy.async in between",
              me(place).c_str(), addr + i, w.writer, placeText(w.writePlace).c_str());
       return;
     }
@@ -69,8 +72,8 @@ void Engine::sharedStore(u32 addr, const void *data, u32 bytes, Place place) {
   Fiber *f = cur;
   Block *b = f->block;
   if (addr % bytes || u64(addr) + bytes > b->shared.size()) {
-    report(Fault::Bounds, 1ull << 20 | place, "%s: store of %u bytes at shared+0x%x of 0x%zx", me(place).c_str(), bytes, addr,
-           b->shared.size());
+    report(Fault::Bounds, 1ull << 20 | place, "%s: store of %u bytes at shared+0x%x of 0x%zx", me(place).c_str(), bytes,
+           addr, b->shared.size());
     return;
   }
   bool same = !memcmp(&b->shared[addr], data, bytes); // the same value again is no race
@@ -89,19 +92,20 @@ void Engine::sharedLoad(u32 addr, void *out, u32 bytes, Place place) {
   Fiber *f = cur;
   Block *b = f->block;
   if (addr % bytes || u64(addr) + bytes > b->shared.size()) {
-    report(Fault::Bounds, 2ull << 20 | place, "%s: load of %u bytes at shared+0x%x of 0x%zx", me(place).c_str(), bytes, addr,
-           b->shared.size());
+    report(Fault::Bounds, 2ull << 20 | place, "%s: load of %u bytes at shared+0x%x of 0x%zx", me(place).c_str(), bytes,
+           addr, b->shared.size());
     memset(out, 0xEE, bytes);
     return;
   }
   for (u32 i = 0; i < bytes; i += 4) {
     SharedWord &w = b->sharedShadow[(addr + i) >> 2];
     if (w.writer == NOBODY && weak)
-      report(Fault::NeverWritten, 1ull << 20 | place, "%s reads shared+0x%x, which nothing has written", me(place).c_str(), addr + i);
+      report(Fault::NeverWritten, 1ull << 20 | place, "%s reads shared+0x%x, which nothing has written",
+             me(place).c_str(), addr + i);
     else if (w.writer != NOBODY && !slotSeen(f, w.writer, w.writeEpoch) && weak)
-      report(Fault::SharedRace, u64(place) << 16 | w.writePlace, "%s reads shared+0x%x, written by %s%s; nothing orders the two",
-             me(place).c_str(), addr + i, describe(actorOf(b->identity, w.writer), w.writeEpoch).c_str(),
-             placeText(w.writePlace).c_str());
+      report(Fault::SharedRace, u64(place) << 16 | w.writePlace,
+             "%s reads shared+0x%x, written by %s%s; nothing orders the two", me(place).c_str(), addr + i,
+             describe(actorOf(b->identity, w.writer), w.writeEpoch).c_str(), placeText(w.writePlace).c_str());
     w.reader = u16(f->tid), w.readEpoch = f->epoch, w.readPlace = place;
   }
   memcpy(out, &b->shared[addr], bytes);
@@ -117,13 +121,13 @@ void Engine::bulkLoad(u32 shared, const void *global, u32 bytes, u32 mbar, Place
   Region *r = regionFor(global, bytes, 16, "bulk load", place);
   if (!m || !r) return;
   if (shared % 16 || bytes % 16 || !bytes || u64(shared) + bytes > b->shared.size()) {
-    report(Fault::Bounds, 3ull << 20 | place, "%s: bulk load of %u bytes to shared+0x%x of 0x%zx", me(place).c_str(), bytes, shared,
-           b->shared.size());
+    report(Fault::Bounds, 3ull << 20 | place, "%s: bulk load of %u bytes to shared+0x%x of 0x%zx", me(place).c_str(),
+           bytes, shared, b->shared.size());
     return;
   }
   if (!m->initFenced && weak)
-    report(Fault::MissingFence, 1ull << 20 | place, "%s: mbarrier at shared+0x%x used by a bulk load without fence_mbar_init",
-           me(place).c_str(), mbar);
+    report(Fault::MissingFence, 1ull << 20 | place,
+           "%s: mbarrier at shared+0x%x used by a bulk load without fence_mbar_init", me(place).c_str(), mbar);
   checkSharedWrite(f, shared, bytes, true, place);
   BulkCopy *c = new BulkCopy{};
   c->load = true, c->fiber = f, c->block = b, c->shared = shared, c->bytes = bytes, c->mbar = mbar;
@@ -139,7 +143,8 @@ void Engine::bulkLoad(u32 shared, const void *global, u32 bytes, u32 mbar, Place
       reportRace(r, g + i, w, false, false, place);
     else if (!safe && weak)
       report(Fault::MissingFence, u64(place) << 20 | w->writePlace,
-             "%s: bulk load reads %s, written by %s%s and acquired through the generic proxy: no fence.proxy.async (global) in between",
+             "%s: bulk load reads %s, written by %s%s and acquired through the generic proxy: no fence.proxy.async "
+             "(global) in between",
              me(place).c_str(), memory.where(g + i).c_str(), describe(w->writer, w->writeEpoch).c_str(),
              placeText(w->writePlace).c_str());
     if (!safe && weak) {
@@ -148,8 +153,8 @@ void Engine::bulkLoad(u32 shared, const void *global, u32 bytes, u32 mbar, Place
     }
     if (seen && w->pending) flushWord(w, g + i);
     if (seen && !r->bornValid && !(w->flags & W_VALID) && weak)
-      report(Fault::NeverWritten, 2ull << 20 | place, "%s: bulk load reads %s, which nothing has written", me(place).c_str(),
-             memory.where(g + i).c_str());
+      report(Fault::NeverWritten, 2ull << 20 | place, "%s: bulk load reads %s, which nothing has written",
+             me(place).c_str(), memory.where(g + i).c_str());
     w->reader = actorOf(b->identity, m->slot), w->readEpoch = c->epoch, w->readPlace = place;
   }
   for (u32 i = 0; i < bytes; i += 4)
@@ -169,7 +174,8 @@ void Engine::finishBulkLoad(BulkCopy *c) {
   else
     memcpy(&b->shared[c->shared], c->global, c->bytes);
   for (size_t i = 0; i < c->staleWords.size() && r->shadow; i++)
-    if (c->staleWords[i] && rng.oneIn(2)) memcpy(&b->shared[c->shared + 4 * i], &Memory::wordAt(r, c->global + 4 * i)->old, 4);
+    if (c->staleWords[i] && rng.oneIn(2))
+      memcpy(&b->shared[c->shared + 4 * i], &Memory::wordAt(r, c->global + 4 * i)->old, 4);
   Fiber *saved = std::exchange(cur, nullptr);
   Mbarrier *m = mbarrier(b, c->mbar);
   cur = saved;
@@ -193,8 +199,8 @@ void Engine::bulkStore(void *global, u32 shared, u32 bytes, Place place) {
   Region *r = regionFor(global, bytes, 16, "bulk store", place);
   if (!r) return;
   if (shared % 16 || bytes % 16 || !bytes || u64(shared) + bytes > b->shared.size()) {
-    report(Fault::Bounds, 4ull << 20 | place, "%s: bulk store of %u bytes from shared+0x%x of 0x%zx", me(place).c_str(), bytes,
-           shared, b->shared.size());
+    report(Fault::Bounds, 4ull << 20 | place, "%s: bulk store of %u bytes from shared+0x%x of 0x%zx", me(place).c_str(),
+           bytes, shared, b->shared.size());
     return;
   }
   if (!f->bulkSlot) {
@@ -208,7 +214,8 @@ void Engine::bulkStore(void *global, u32 shared, u32 bytes, Place place) {
   LastStamp writers, fences;
   for (u32 i = 0; i < bytes; i += 4) {
     SharedWord &w = b->sharedShadow[(shared + i) >> 2];
-    bool seen = writers.check(w.writer, w.writeEpoch, [&] { return w.writer != NOBODY && slotSeen(f, w.writer, w.writeEpoch); });
+    bool seen = writers.check(w.writer, w.writeEpoch,
+                              [&] { return w.writer != NOBODY && slotSeen(f, w.writer, w.writeEpoch); });
     bool safe = seen && fences.check(w.writer, w.writeEpoch, [&] { return slotFenced(f, w.writer, w.writeEpoch); });
     if (w.writer == NOBODY && weak)
       report(Fault::NeverWritten, 3ull << 20 | place, "%s: bulk store reads shared+0x%x, which nothing has written",
@@ -219,7 +226,8 @@ void Engine::bulkStore(void *global, u32 shared, u32 bytes, Place place) {
              describe(actorOf(b->identity, w.writer), w.writeEpoch).c_str(), placeText(w.writePlace).c_str());
     else if (!safe && weak)
       report(Fault::MissingFence, u64(place) << 20 | 1ull << 50 | w.writePlace,
-             "%s: bulk store reads shared+0x%x, written by thread %u through the generic proxy%s: no fence.proxy.async in between",
+             "%s: bulk store reads shared+0x%x, written by thread %u through the generic proxy%s: no fence.proxy.async "
+             "in between",
              me(place).c_str(), shared + i, w.writer, placeText(w.writePlace).c_str());
     if (!safe && weak) {
       if (c->staleWords.empty()) c->staleWords.resize(bytes / 4);

@@ -1,6 +1,6 @@
 // Global memory as a GPU may show it: stores become visible late and out of order unless released, racing loads may see
-// the value before, and every pair of accesses that nothing orders is reported. Happens-before is exact for the schedule
-// that runs; it is computed when an access is issued, independent of when its bytes move.
+// the value before, and every pair of accesses that nothing orders is reported. Happens-before is exact for the
+// schedule that runs; it is computed when an access is issued, independent of when its bytes move.
 #include <algorithm>
 #include <cstring>
 
@@ -25,7 +25,8 @@ bool Engine::fenced(const Fiber *f, Actor a, u32 epoch) const {
     if (slot == f->tid) return epoch <= f->globalFenced;
     return f->view->at(f->viewGlobalFenced ? SEEN : GLOBAL_FENCED, slot) >= epoch;
   }
-  return (f->fencedKnown && f->fencedKnown->at(SEEN, a) >= epoch) || (f->known && f->known->at(GLOBAL_FENCED, a) >= epoch);
+  return (f->fencedKnown && f->fencedKnown->at(SEEN, a) >= epoch) ||
+         (f->known && f->known->at(GLOBAL_FENCED, a) >= epoch);
 }
 
 ReleaseRef Engine::makeRelease(bool system) {
@@ -84,17 +85,18 @@ Region *Engine::regionFor(const void *addr, size_t bytes, u32 align, const char 
     yield();
   }
   if (!r || a + bytes > r->base + r->bytes) {
-    report(Fault::Bounds, place, "%s: %s of %zu bytes at %s%s", me(place).c_str(), what, bytes, memory.where(addr).c_str(),
-           r ? ", past the end of the region" : "");
+    report(Fault::Bounds, place, "%s: %s of %zu bytes at %s%s", me(place).c_str(), what, bytes,
+           memory.where(addr).c_str(), r ? ", past the end of the region" : "");
     return nullptr;
   }
   if (r->freed) {
-    report(Fault::Freed, place, "%s: %s of %zu bytes at %s", me(place).c_str(), what, bytes, memory.where(addr).c_str());
+    report(Fault::Freed, place, "%s: %s of %zu bytes at %s", me(place).c_str(), what, bytes,
+           memory.where(addr).c_str());
     return nullptr;
   }
   if (reinterpret_cast<uintptr_t>(addr) % align) {
-    report(Fault::Bounds, 0x10000u | place, "%s: %s of %zu bytes at %s is not aligned to %u", me(place).c_str(), what, bytes,
-           memory.where(addr).c_str(), align);
+    report(Fault::Bounds, 0x10000u | place, "%s: %s of %zu bytes at %s is not aligned to %u", me(place).c_str(), what,
+           bytes, memory.where(addr).c_str(), align);
     return nullptr;
   }
   return r;
@@ -105,7 +107,8 @@ void Engine::reportRace(Region *, const u8 *addr, Word *w, bool isWrite, bool ag
   Place other = againstReader ? w->readPlace : w->writePlace;
   Actor actor = againstReader ? w->reader : w->writer;
   u32 epoch = againstReader ? w->readEpoch : w->writeEpoch;
-  if (!weak || !note(Fault::Race, u64(place) << 20 | u64(other) << 4 | (isWrite ? 2 : 0) | (againstReader ? 1 : 0))) return;
+  if (!weak || !note(Fault::Race, u64(place) << 20 | u64(other) << 4 | (isWrite ? 2 : 0) | (againstReader ? 1 : 0)))
+    return;
   std::string line = me(place) + (isWrite ? " writes " : " reads ") + memory.where(addr) +
                      (againstReader ? ", which may still be read by " : ", written by ") + describe(actor, epoch) +
                      placeText(other) + "; nothing orders the two";
@@ -159,7 +162,8 @@ bool Engine::checkRead(Region *r, const u8 *addr, u32 bytes, bool strong, bool s
   return race;
 }
 
-void Engine::checkWrite(Region *r, u8 *addr, const void *data, u32 bytes, Actor actor, u32 epoch, u8 strength, Place place) {
+void Engine::checkWrite(Region *r, u8 *addr, const void *data, u32 bytes, Actor actor, u32 epoch, u8 strength,
+                        Place place) {
   Fiber *f = cur;
   bool bulk = slotOf(actor) >= f->block->threads;
   LastStamp writers, readers;
@@ -340,7 +344,8 @@ void Engine::load(const void *addr, void *out, u32 bytes, Place place) {
   if (race && weak && rng.oneIn(2))
     for (u32 i = 0; i < bytes; i += 4) {
       Word *w = Memory::wordAt(r, a + i);
-      if (!ordered(cur, w->writer, w->writeEpoch) && (w->flags & W_VALID)) memcpy(static_cast<u8 *>(out) + i, &w->old, 4);
+      if (!ordered(cur, w->writer, w->writeEpoch) && (w->flags & W_VALID))
+        memcpy(static_cast<u8 *>(out) + i, &w->old, 4);
     }
 }
 
@@ -430,8 +435,7 @@ void Engine::wakeChangedMapped() {
   for (size_t i = parked.size(); i--;) {
     Fiber *f = parked[i];
     bool changed = false;
-    for (PolledWord &p : f->polled)
-      changed = changed || (!p.sync && readWord(p.addr, 4) != p.seen);
+    for (PolledWord &p : f->polled) changed = changed || (!p.sync && readWord(p.addr, 4) != p.seen);
     if (!changed) continue;
     unpark(f);
     wake(f);
@@ -442,7 +446,8 @@ void Engine::wakeChangedMapped() {
 // ---- atomics --------------------------------------------------------------------------------------------------------
 
 // Add, or compare and swap. A relaxed one keeps what was released through the word: it continues the release sequence.
-u32 Engine::atomicUpdate(u32 *addr, bool compare, u32 expected, u32 operand, bool acquireRelease, bool system, Place place) {
+u32 Engine::atomicUpdate(u32 *addr, bool compare, u32 expected, u32 operand, bool acquireRelease, bool system,
+                         Place place) {
   Fiber *f = cur;
   f->polled.clear();
   maybeYield(4);
@@ -477,7 +482,8 @@ u32 Engine::atomicUpdate(u32 *addr, bool compare, u32 expected, u32 operand, boo
       release = both;
     }
     if (compare && *addr != expected) return *addr;
-    checkWrite(r, a, nullptr, 4, actorOf(f->block->identity, f->tid), epoch, u8(W_STRONG | (system ? W_SYSTEM : 0)), place);
+    checkWrite(r, a, nullptr, 4, actorOf(f->block->identity, f->tid), epoch, u8(W_STRONG | (system ? W_SYSTEM : 0)),
+               place);
   }
   seen = *addr;
   if (compare && seen != expected) return seen;
