@@ -14,6 +14,7 @@ enum {
   OPT_BACKEND = 256,
   OPT_TOPOLOGY,
   OPT_OP,
+  OPT_ALGO,
   OPT_LAYOUT,
   OPT_DTYPE,
   OPT_SCALES,
@@ -53,7 +54,9 @@ static const struct argp_option optionTable[] = {
     {"timeout-ms", OPT_TIMEOUT, "N", 0, "bound of every wait in a kernel (default: 10000)", 0},
     {0, 0, 0, 0, "Layer", 2},
     {"op", OPT_OP, "dispatch,combine", 0, "operations to measure (default: both)", 0},
-    {"layout", OPT_LAYOUT, "flat|expert-major", 0, "of dispatch's output (default: expert-major)", 0},
+    {"algo", OPT_ALGO, "ht|ll", 0, "high throughput or low latency (default: what the layout belongs to, else ht)", 0},
+    {"layout", OPT_LAYOUT, "flat|expert-major|rank-major|expert-major-3d", 0,
+     "of dispatch's output; the last two are low latency's (default: expert-major; ll: rank-major)", 0},
     {"dtype", OPT_DTYPE, "bf16|fp16|fp32|fp8", 0,
      "of token rows (default: bf16); fp8 (e4m3) is dispatched, and combine then moves bf16 rows", 0},
     {"scales", OPT_SCALES, "fp32|ue8m0|none", 0,
@@ -146,8 +149,8 @@ static unsigned parseBug(const char *text, struct argp_state *state) {
 }
 
 static error_t parseOption(int key, char *text, struct argp_state *state) {
-  static const char *const backends[] = {"auto", "cuda", "emu", NULL}, *const layouts[] = {"flat", "expert-major",
-                                                                                           NULL};
+  static const char *const backends[] = {"auto", "cuda", "emu", NULL}, *const algos[] = {"ht", "ll", NULL};
+  static const char *const layouts[] = {"flat", "expert-major", "rank-major", "expert-major-3d", NULL};
   static const char *const scales[] = {"none", "fp32", "ue8m0", NULL}, *const scaleLayouts[] = {"row", "column", NULL};
   static const char *const types[] = {"bf16", "fp16", "fp32", "fp8", NULL}, *const integers[] = {"int64", "int32",
                                                                                                  NULL};
@@ -163,7 +166,11 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
   case OPT_OP:
     o->ops = parseOps(text, state);
     break;
+  case OPT_ALGO:
+    o->algo = (int)choice(text, algos, "algo", state);
+    break;
   case OPT_LAYOUT:
+    o->layoutGiven = 1;
     o->layout = (epRefLayout)choice(text, layouts, "layout", state);
     break;
   case OPT_DTYPE:
@@ -278,6 +285,7 @@ int epBenchParse(int argc, char **argv, epBenchOptions *o) {
                         .align = UINT_MAX,
                         .maxRecv = -1,
                         .scales = -1,
+                        .algo = -1,
                         .topk = 8};
   o->fabric.timeoutMs = 10000;
   for (int i = 0; i < argc && used + 1 < sizeof(o->command); i++)
@@ -344,7 +352,14 @@ int epBenchResolve(epBenchOptions *o) {
   o->align = o->align != UINT_MAX ? o->align : cuda ? 128 : 16;
   o->warmup = o->warmup != UINT_MAX ? o->warmup : cuda ? 10 : 0;
   o->iters = o->iters != UINT_MAX ? o->iters : cuda ? 50 : 1;
-  if (o->layout == EP_REF_FLAT) o->align = 0;
+  if (o->algo == 1 && !o->layoutGiven) o->layout = EP_REF_RANK_MAJOR;
+  int ll = o->layout == EP_REF_RANK_MAJOR || o->layout == EP_REF_EXPERT_MAJOR_3D;
+  if (o->algo >= 0 && o->algo != ll)
+    return epToolFail("--layout: expected %s", o->algo ? "rank-major or expert-major-3d with --algo ll"
+                                                       : "flat or expert-major with --algo ht");
+  if (ll && o->backward) return epToolFail("--backward: low latency has the forward pass only");
+  if (o->layout != EP_REF_EXPERT_MAJOR) o->align = 0;
+  if (ll) o->maxRecv = -1; /* places are fixed */
   if (o->scales < 0) o->scales = o->type == EP_REF_E4M3 ? EP_SCALES_FP32 : EP_SCALES_NONE;
   if (o->scaleColumns && o->scales == EP_SCALES_NONE)
     return epToolFail("--scale-layout column: there are no scales: expected --scales fp32 or ue8m0");

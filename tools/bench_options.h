@@ -13,6 +13,7 @@ typedef struct epBenchOptions {
   epFabricOptions fabric;
   unsigned ops;
   epRefLayout layout;
+  int algo, layoutGiven; /* algo: -1 not given, 0 ht, 1 ll */
   epRefType type; /* of dispatched rows; combine's are bf16 where this is fp8 */
   int scales;     /* epScales; -1: as the type wants */
   int scaleColumns, noZeroPad;

@@ -58,7 +58,8 @@ int epBenchPrepare(epBench *bench, uint64_t seed) {
                        .topk = o->topk,
                        .layout = o->layout,
                        .align = o->align,
-                       .budget = bench->layer.budget};
+                       .budget = bench->layer.budget,
+                       .maxTokens = o->maxTokens};
     int rc;
     if (epRoutingMake(&o->route, epDataHash(seed, 101, i), routing)) return -1;
     in.tokens = routing->tokens;
@@ -151,7 +152,7 @@ static int collectHeader(epBench *bench, epLayer *layer) {
     return epToolFail("rank %d: ncclEpGetGroupProperties: %s", port->rank, ncclEpGetLastErrorString());
   if (ncclEpCalculateBufferSize(port->comm, &sizing, &sizes) != ncclSuccess)
     return epToolFail("rank %d: ncclEpCalculateBufferSize: %s", port->rank, ncclEpGetLastErrorString());
-  if (sizes.window_bytes != properties.window_bytes)
+  if (!epLayerIsLl(&layer->config) && sizes.window_bytes != properties.window_bytes)
     epToolFail("rank %d: ncclEpCalculateBufferSize says %zu bytes of window, the group has %zu", port->rank,
                sizes.window_bytes, properties.window_bytes);
   all = calloc((size_t)port->ranks, sizeof(*all));
@@ -287,6 +288,8 @@ static int timeParts(epBench *bench, epLayer *layer, const char *name, unsigned 
      */
     int hold = i > 0 && bench->layer.budget;
     if (!(parts & PART_UPDATE) && epLayerUpdate(layer, routing)) return -1;
+    /* Low latency's routing is complete after a dispatch. */
+    if (!(parts & (PART_UPDATE | PART_DISPATCH)) && epLayerIsLl(&layer->config) && epLayerDispatch(layer, 0)) return -1;
     if (epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port))) return -1;
     if (epPortMark(port, 0) || runParts(layer, parts, routing) || epPortMark(port, 1)) return -1;
     if ((hold && epPortRelease(port)) || epPortSync(port)) return -1;

@@ -50,11 +50,11 @@ done:
 /* Padding rows are NaN: combine must not look at them. */
 int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what) {
   const epLayerConfig *c = &layer->config;
-  uint32_t rank = (uint32_t)layer->port->rank, perRow = c->layout == EP_REF_FLAT ? c->topk : 1;
+  uint32_t rank = (uint32_t)layer->port->rank, perRow = epLayerRowWeights(c);
   const epRefRank *mine = &what->ref->rank[rank];
   size_t row = epLayerCombineRowBytes(c);
   unsigned char *rows = malloc(UPLOAD_ROWS * row);
-  float *weights = malloc((size_t)UPLOAD_ROWS * perRow * sizeof(*weights));
+  float *weights = malloc((size_t)UPLOAD_ROWS * perRow * sizeof(*weights) + 1);
   int rc = -1;
   if (!rows || !weights) {
     epToolFail("out of host memory");
@@ -95,7 +95,7 @@ typedef struct comparison {
 
 static void describe(char *out, size_t size, epRefRow from) {
   if (from.source < 0)
-    snprintf(out, size, "padding");
+    snprintf(out, size, from.source == EP_REF_UNUSED ? "unused" : "padding");
   else if (from.k < 0)
     snprintf(out, size, "from rank %d, token %d", from.source, from.token);
   else
@@ -157,7 +157,7 @@ static void dispatchTokens(epLayer *layer, const epCheckCase *what, epDataKind k
   for (uint64_t i = 0; i < mine->rows; i++) {
     epRefRow from = mine->row[i];
     if (from.source < 0)
-      memset(want, c->noZeroPad ? EP_FILL_BYTE : 0, row);
+      memset(want, c->noZeroPad || from.source == EP_REF_UNUSED ? EP_FILL_BYTE : 0, row);
     else
       epDataRow(c->type, what->seed, kind, (uint32_t)from.source, (uint64_t)from.token, want, c->hidden);
     compareRow(&cmp, i, from, got + i * row, want, row, epRefTypeBytes(c->type));
@@ -195,17 +195,19 @@ static void dispatchScales(epLayer *layer, const epCheckCase *what, epDataKind k
 /* Rows of index and weights past the received ones are set in the flat layout with a budget, untouched otherwise. */
 static void dispatchWeights(epLayer *layer, const epCheckCase *what, const float *got) {
   const epLayerConfig *c = &layer->config;
-  uint32_t rank = (uint32_t)layer->port->rank, perRow = c->layout == EP_REF_FLAT ? c->topk : 1;
+  uint32_t rank = (uint32_t)layer->port->rank, perRow = epLayerRowWeights(c);
   const epRefRank *mine = &what->ref->rank[rank];
   comparison cmp = {.rank = layer->port->rank, .tensor = "dispatch: topk_weights"};
   uint64_t filled = c->layout == EP_REF_FLAT && c->budget ? c->capacity : mine->rows;
   for (uint64_t i = 0; i < filled; i++) {
     epRefRow from = i < mine->rows ? mine->row[i] : (epRefRow){-1, -1, -1};
     float want[32] = {0};
-    if (c->layout == EP_REF_EXPERT_MAJOR && from.source < 0 && c->noZeroPad) memset(want, EP_FILL_NAN, sizeof(want));
+    if (from.source == EP_REF_UNUSED || (c->layout == EP_REF_EXPERT_MAJOR && from.source < 0 && c->noZeroPad))
+      memset(want, EP_FILL_NAN, sizeof(want));
     for (uint32_t k = 0; k < perRow && from.source >= 0; k++) {
-      uint32_t at = c->layout == EP_REF_FLAT ? k : (uint32_t)from.k;
-      if (epRefOwner(what->ref, (uint32_t)from.source, (uint32_t)from.token, at) == (int)rank)
+      uint32_t at = perRow > 1 || from.k < 0 ? k : (uint32_t)from.k;
+      if (c->layout == EP_REF_RANK_MAJOR || /* the source's weights, all of them */
+          epRefOwner(what->ref, (uint32_t)from.source, (uint32_t)from.token, at) == (int)rank)
         want[k] = epDataWeight(what->seed, EP_DATA_WEIGHT, (uint32_t)from.source, (uint64_t)from.token, at);
     }
     compareRow(&cmp, i, from, got + i * perRow, want, perRow * sizeof(float), sizeof(float));
@@ -235,6 +237,22 @@ static void dispatchIndices(epLayer *layer, const epCheckCase *what, const int64
   conclude(&cmp, filled);
 }
 
+/* Rank-major: int32, and -1 in every unused place. */
+static void dispatchPlaces(epLayer *layer, const epCheckCase *what, const int32_t *got) {
+  const epLayerConfig *c = &layer->config;
+  uint32_t rank = (uint32_t)layer->port->rank;
+  const epRefRank *mine = &what->ref->rank[rank];
+  comparison cmp = {.rank = layer->port->rank, .tensor = "dispatch: topk_idx"};
+  for (uint64_t i = 0; i < mine->rows; i++) {
+    int64_t wide[32];
+    int32_t want[32];
+    if (mine->row[i].source >= 0) epRefIndexRow(what->ref, rank, i, 0, wide);
+    for (uint32_t k = 0; k < c->topk; k++) want[k] = mine->row[i].source >= 0 ? (int32_t)wide[k] : -1;
+    compareRow(&cmp, i, mine->row[i], got + i * c->topk, want, c->topk * sizeof(int32_t), sizeof(int32_t));
+  }
+  conclude(&cmp, mine->rows);
+}
+
 int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, int backward, uint64_t *hash) {
   const epLayerConfig *c = &layer->config;
   void *tokens = NULL, *weights = NULL, *idx = NULL, *scales = NULL;
@@ -252,13 +270,16 @@ int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, in
     take(hash, scales, layer->outScales.bytes);
     dispatchScales(layer, what, kind, backward, scales, want);
   }
-  if (!backward) {
+  if (!backward && layer->outWeights.base) {
     if (epLayerRead(layer, &layer->outWeights, layer->outWeights.bytes, &weights)) goto done;
     dispatchWeights(layer, what, weights);
     take(hash, weights, layer->outWeights.bytes);
-    if (c->layout == EP_REF_FLAT) {
+    if (layer->outIdx.base) {
       if (epLayerRead(layer, &layer->outIdx, layer->outIdx.bytes, &idx)) goto done;
-      dispatchIndices(layer, what, idx);
+      if (c->layout == EP_REF_FLAT)
+        dispatchIndices(layer, what, idx);
+      else
+        dispatchPlaces(layer, what, idx);
       take(hash, idx, layer->outIdx.bytes);
     }
   }
@@ -292,8 +313,11 @@ static void combineTokens(epLayer *layer, const epCheckCase *what, int backward,
   unsigned char *want = work + c->topk * row;
   for (uint32_t t = 0; t < tokens; t++) {
     const void *rows[32] = {NULL};
+    float weights[32];
+    how.weights = c->layout == EP_REF_EXPERT_MAJOR_3D ? weights : NULL;
     for (uint32_t k = 0; k < c->topk; k++) {
       int64_t slot = what->ref->slot[rank][(size_t)t * c->topk + k];
+      weights[k] = epDataWeight(what->seed, EP_DATA_WEIGHT, rank, t, k);
       if (slot < 0) continue;
       epDataRow(c->combineType, what->seed, EP_DATA_OUTPUT, (uint32_t)epRefOwner(what->ref, rank, t, k), (uint64_t)slot,
                 work + k * row, c->hidden);
@@ -408,6 +432,12 @@ static int checkHostCounts(epLayer *layer, const epCheckCase *what) {
 
 int epCheckCounts(epLayer *layer, const epCheckCase *what) {
   const epRefRank *mine = &what->ref->rank[layer->port->rank];
+  if (epLayerIsLl(&layer->config))
+    return compareCounters(layer, &layer->counters, mine->perExpert, what->ref->locals) ||
+                   compareCounters(layer, &layer->sources, mine->perSource, what->ref->in.ranks) ||
+                   compareCounters(layer, &layer->total, &mine->total, 1)
+               ? -1
+               : 0;
   if (compareCounters(layer, &layer->counters, mine->perExpertPadded, what->ref->locals) ||
       compareCounters(layer, &layer->total, &mine->needed, 1) ||
       (layer->config.layout == EP_REF_EXPERT_MAJOR &&
@@ -452,6 +482,7 @@ int epCheckMetadata(epLayer *layer, const epCheckCase *what) {
   size_t received = 0, sent = (size_t)what->routing->tokens[rank] * layer->config.topk;
   ncclResult_t rc;
   int wrong = -1;
+  if (epLayerIsLl(&layer->config)) return 0;
   for (uint32_t s = 0; s < what->ref->in.ranks; s++) received += what->ref->rank[rank].perSource[s];
   metadata.source_rank = calloc(received + 1, sizeof(int));
   metadata.source_token = calloc(received + 1, sizeof(int));

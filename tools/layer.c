@@ -15,6 +15,22 @@ static int told(const epLayer *layer, ncclResult_t rc, const char *what) {
   return epToolFail("rank %d: %s: error %d: %s", layer->port->rank, what, (int)rc, ncclEpGetLastErrorString());
 }
 
+int epLayerIsLl(const epLayerConfig *config) {
+  return config->layout == EP_REF_RANK_MAJOR || config->layout == EP_REF_EXPERT_MAJOR_3D;
+}
+
+uint32_t epLayerRowWeights(const epLayerConfig *config) {
+  switch (config->layout) {
+  case EP_REF_FLAT:
+  case EP_REF_RANK_MAJOR:
+    return config->topk;
+  case EP_REF_EXPERT_MAJOR:
+    return 1;
+  default:
+    return 0;
+  }
+}
+
 size_t epLayerRowBytes(const epLayerConfig *config) { return config->hidden * epRefTypeBytes(config->type); }
 
 size_t epLayerCombineRowBytes(const epLayerConfig *config) {
@@ -35,7 +51,8 @@ uint64_t epLayerWorstRows(const epLayerConfig *config, int ranks, int repeats) {
   uint64_t locals = config->experts / (unsigned)ranks, align = config->align > 1 ? config->align : 1;
   uint64_t copies = !repeats && locals < config->topk ? locals : config->topk;
   uint64_t rows = (uint64_t)ranks * config->maxTokens;
-  if (config->layout == EP_REF_FLAT) return rows;
+  if (config->layout == EP_REF_FLAT || config->layout == EP_REF_RANK_MAJOR) return rows;
+  if (config->layout == EP_REF_EXPERT_MAJOR_3D) return rows * locals;
   rows = rows * copies + locals * (align - 1);
   return (rows + align - 1) / align * align;
 }
@@ -61,6 +78,7 @@ static const struct {
 } outputs[] = {{offsetof(epLayer, outTokens), EP_FILL_BYTE}, {offsetof(epLayer, outWeights), EP_FILL_NAN},
                {offsetof(epLayer, outIdx), EP_FILL_BYTE},    {offsetof(epLayer, counters), EP_FILL_BYTE},
                {offsetof(epLayer, offsets), EP_FILL_BYTE},   {offsetof(epLayer, total), EP_FILL_BYTE},
+               {offsetof(epLayer, sources), EP_FILL_BYTE},
                {offsetof(epLayer, y), EP_FILL_NAN},          {offsetof(epLayer, yWeights), EP_FILL_NAN},
                {offsetof(epLayer, outScales), EP_FILL_BYTE}};
 #define OUTPUTS (sizeof(outputs) / sizeof(*outputs))
@@ -116,10 +134,10 @@ static int createGroup(epLayer *layer) {
   const epLayerConfig *c = &layer->config;
   size_t row = epLayerRowBytes(c) + (epLayerScaleBytes(c) + 15) / 16 * 16, combineRow = epLayerCombineRowBytes(c);
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
-  config.algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
+  config.algorithm = epLayerIsLl(c) ? NCCL_EP_ALGO_LOW_LATENCY : NCCL_EP_ALGO_HIGH_THROUGHPUT;
   config.num_experts = c->experts;
   config.max_dispatch_tokens_per_rank = c->maxTokens;
-  config.max_recv_tokens_per_rank = (unsigned)c->budget;
+  config.max_recv_tokens_per_rank = epLayerIsLl(c) ? NCCL_EP_AUTO : (unsigned)c->budget;
   config.max_token_bytes = (unsigned)(row > combineRow ? row : combineRow);
   config.max_num_sms = c->sms;
   config.timeout_ns = c->timeoutMs * 1000000ull;
@@ -133,7 +151,10 @@ static int createHandle(epLayer *layer) {
   config.dispatch_output_per_expert_alignment = c->layout == EP_REF_EXPERT_MAJOR ? c->align : 0;
   return told(layer,
               ncclEpInitHandle(&layer->handle, layer->group,
-                               c->layout == EP_REF_FLAT ? NCCL_EP_LAYOUT_FLAT : NCCL_EP_LAYOUT_EXPERT_MAJOR, &config,
+                               c->layout == EP_REF_FLAT         ? NCCL_EP_LAYOUT_FLAT
+                               : c->layout == EP_REF_RANK_MAJOR ? NCCL_EP_LAYOUT_RANK_MAJOR
+                                                                : NCCL_EP_LAYOUT_EXPERT_MAJOR,
+                               &config,
                                (int)c->topk, NULL),
               "ncclEpInitHandle");
 }
@@ -142,13 +163,15 @@ static int createBuffers(epLayer *layer) {
   const epLayerConfig *c = &layer->config;
   size_t row = epLayerRowBytes(c), combineRow = epLayerCombineRowBytes(c), scales = epLayerScaleBytes(c);
   size_t tokens = c->maxTokens, locals = c->experts / (unsigned)layer->port->ranks, stride = epLayerScaleStride(c);
-  size_t perRow = c->layout == EP_REF_FLAT ? c->topk : 1, counter = c->index32 ? 4 : 8;
+  size_t perRow = epLayerRowWeights(c), counter = c->index32 ? 4 : 8;
+  size_t index = c->layout == EP_REF_FLAT ? 8 : c->layout == EP_REF_RANK_MAJOR ? 4 : 0;
   for (unsigned i = 0; i < c->routings; i++)
     if (allocate(layer, &layer->idx[i], tokens * c->topk * (c->index32 ? 4 : 8), "topk_idx")) return -1;
   if (allocate(layer, &layer->inTokens, tokens * row, "dispatch input tokens") ||
       allocate(layer, &layer->inWeights, tokens * c->topk * 4, "dispatch input topk_weights") ||
       allocate(layer, &layer->outTokens, c->capacity * row, "dispatch output tokens") ||
-      allocate(layer, &layer->outWeights, c->capacity * perRow * 4, "dispatch output topk_weights") ||
+      (perRow && allocate(layer, &layer->outWeights, c->capacity * perRow * 4, "dispatch output topk_weights")) ||
+      allocate(layer, &layer->sources, (unsigned)layer->port->ranks * counter, "src_rank_counters") ||
       allocate(layer, &layer->counters, locals * counter, "expert_counters") ||
       allocate(layer, &layer->total, counter, "recv_total_counter") ||
       allocate(layer, &layer->expertOut, c->capacity * combineRow, "combine input tokens") ||
@@ -158,8 +181,8 @@ static int createBuffers(epLayer *layer) {
                  allocate(layer, &layer->outScales, stride ? scales / 4 * stride : c->capacity * scales,
                           "dispatch output scales")))
     return -1;
-  if (c->layout == EP_REF_FLAT ? allocate(layer, &layer->outIdx, c->capacity * c->topk * 8, "dispatch output topk_idx")
-                               : allocate(layer, &layer->offsets, locals * counter, "expert_offsets"))
+  if (index ? allocate(layer, &layer->outIdx, c->capacity * c->topk * index, "dispatch output topk_idx")
+            : allocate(layer, &layer->offsets, locals * counter, "expert_offsets"))
     return -1;
   if (c->backward && (allocate(layer, &layer->expertWeights, c->capacity * perRow * 4, "combine input topk_weights") ||
                       allocate(layer, &layer->yWeights, tokens * c->topk * 4, "combine output topk_weights")))
@@ -185,7 +208,7 @@ int epLayerClose(epLayer *layer) {
   epBuffer *single[] = {&layer->inTokens,  &layer->inWeights,     &layer->outTokens, &layer->outWeights,
                         &layer->outIdx,    &layer->counters,      &layer->offsets,   &layer->total,
                         &layer->expertOut, &layer->expertWeights, &layer->y,         &layer->yWeights,
-                        &layer->inScales,  &layer->outScales};
+                        &layer->inScales,  &layer->outScales,     &layer->sources};
   if (layer->handle) rc |= told(layer, ncclEpHandleDestroy(layer->handle), "ncclEpHandleDestroy");
   if (layer->group) rc |= told(layer, ncclEpGroupDestroy(layer->group), "ncclEpGroupDestroy");
   for (size_t i = 0; i < sizeof(single) / sizeof(epBuffer *); i++) epPortFree(layer->port, single[i]->base);
@@ -230,6 +253,78 @@ static ncclEpTensor_t tensorOf(const epBuffer *buffer, ncclDataType_t type, unsi
   return tensor;
 }
 
+/* ---- Low latency: fixed places, counters at dispatch ------------------------------------------------------------- */
+
+/* [R, B, columns] or [L, R * B, columns]. sizes: the caller's [3]. */
+static ncclEpTensor_t placesOf(const epLayer *layer, const epBuffer *buffer, ncclDataType_t type, size_t *sizes,
+                               size_t columns) {
+  const epLayerConfig *c = &layer->config;
+  size_t ranks = (size_t)layer->port->ranks;
+  ncclEpTensor_t tensor = NCCL_EP_TENSOR_INIT;
+  sizes[0] = c->layout == EP_REF_RANK_MAJOR ? ranks : c->experts / ranks;
+  sizes[1] = c->layout == EP_REF_RANK_MAJOR ? c->maxTokens : ranks * c->maxTokens;
+  sizes[2] = columns;
+  tensor.ndim = 3;
+  tensor.datatype = type;
+  tensor.data = buffer->data;
+  tensor.sizes = sizes;
+  return tensor;
+}
+
+static int llUpdate(epLayer *layer, unsigned routing) {
+  const epLayerConfig *c = &layer->config;
+  size_t sizes[2];
+  ncclEpTensor_t idx = tensorOf(&layer->idx[routing], c->index32 ? ncclInt32 : ncclInt64, 2, sizes,
+                                layer->tokens[routing], c->topk);
+  layer->current = routing;
+  return told(layer, ncclEpUpdateHandle(layer->handle, &idx, NULL, layer->port->stream), "ncclEpUpdateHandle");
+}
+
+static int llDispatch(epLayer *layer) {
+  const epLayerConfig *c = &layer->config;
+  size_t sizes[8][3], tokens = layer->tokens[layer->current], ranks = (size_t)layer->port->ranks;
+  ncclDataType_t integer = c->index32 ? ncclInt32 : ncclInt64;
+  ncclEpTensor_t in = tensorOf(&layer->inTokens, epLayerType(c->type), 2, sizes[0], tokens, c->hidden);
+  ncclEpTensor_t inWeights = tensorOf(&layer->inWeights, ncclFloat32, 2, sizes[1], tokens, c->topk);
+  ncclEpTensor_t out = placesOf(layer, &layer->outTokens, epLayerType(c->type), sizes[2], c->hidden);
+  ncclEpTensor_t outWeights = placesOf(layer, &layer->outWeights, ncclFloat32, sizes[3], c->topk);
+  ncclEpTensor_t outIdx = placesOf(layer, &layer->outIdx, ncclInt32, sizes[4], c->topk);
+  ncclEpTensor_t counters = tensorOf(&layer->counters, integer, 1, sizes[5], c->experts / ranks, 1);
+  ncclEpTensor_t sources = tensorOf(&layer->sources, integer, 1, sizes[6], ranks, 1);
+  ncclEpTensor_t total = tensorOf(&layer->total, integer, 1, sizes[7], 1, 1);
+  ncclEpDispatchInputs_t inputs = NCCL_EP_DISPATCH_INPUTS_INIT;
+  ncclEpDispatchOutputs_t result = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
+  info.expert_counters = &counters;
+  info.src_rank_counters = &sources;
+  info.recv_total_counter = &total;
+  inputs.tokens = &in;
+  result.tokens = &out;
+  if (c->layout == EP_REF_RANK_MAJOR) {
+    inputs.topk_weights = &inWeights;
+    result.topk_weights = &outWeights;
+    result.topk_idx = &outIdx;
+  }
+  return told(layer, ncclEpDispatch(layer->handle, &inputs, &result, &info, NULL, layer->port->stream),
+              "ncclEpDispatch");
+}
+
+static int llCombine(epLayer *layer) {
+  const epLayerConfig *c = &layer->config;
+  size_t sizes[3][3], tokens = layer->tokens[layer->current];
+  ncclEpTensor_t in = placesOf(layer, &layer->expertOut, epLayerType(c->combineType), sizes[0], c->hidden);
+  ncclEpTensor_t out = tensorOf(&layer->y, epLayerType(c->combineType), 2, sizes[1], tokens, c->hidden);
+  ncclEpTensor_t weights = tensorOf(&layer->inWeights, ncclFloat32, 2, sizes[2], tokens, c->topk);
+  ncclEpCombineInputs_t inputs = NCCL_EP_COMBINE_INPUTS_INIT;
+  ncclEpCombineOutputs_t result = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  inputs.tokens = &in;
+  result.tokens = &out;
+  result.topk_weights = c->layout == EP_REF_EXPERT_MAJOR_3D ? &weights : NULL;
+  return told(layer, ncclEpCombine(layer->handle, &inputs, &result, NULL, layer->port->stream), "ncclEpCombine");
+}
+
+/* ---- High throughput ------------------------------------------------------------------------------------------------ */
+
 int epLayerUpdate(epLayer *layer, unsigned routing) {
   const epLayerConfig *c = &layer->config;
   size_t locals = c->experts / (unsigned)layer->port->ranks, sizes[4][2];
@@ -240,6 +335,7 @@ int epLayerUpdate(epLayer *layer, unsigned routing) {
   ncclEpTensor_t total = tensorOf(&layer->total, integer, 1, sizes[3], 1, 1);
   ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
   ncclEpHostCounts_t counts = NCCL_EP_HOST_COUNTS_INIT;
+  if (epLayerIsLl(c)) return llUpdate(layer, routing);
   info.expert_counters = &counters;
   info.expert_offsets = c->layout == EP_REF_EXPERT_MAJOR ? &offsets : NULL;
   info.recv_total_counter = &total;
@@ -280,6 +376,7 @@ int epLayerDispatch(epLayer *layer, int backward) {
   ncclEpDispatchOutputs_t result = NCCL_EP_DISPATCH_OUTPUTS_INIT;
   ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
   ncclEpDispatchExtConfig_t ext = NCCL_EP_DISPATCH_EXT_CONFIG_INIT;
+  if (epLayerIsLl(c)) return llDispatch(layer);
   inputs.tokens = &in;
   result.tokens = &out;
   if (!backward) {
@@ -310,6 +407,7 @@ int epLayerCombine(epLayer *layer, int backward) {
   ncclEpCombineInputs_t inputs = NCCL_EP_COMBINE_INPUTS_INIT;
   ncclEpCombineOutputs_t result = NCCL_EP_COMBINE_OUTPUTS_INIT;
   ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
+  if (epLayerIsLl(c)) return llCombine(layer);
   inputs.tokens = &in;
   result.tokens = &out;
   if (backward) {

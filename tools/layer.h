@@ -44,12 +44,15 @@ typedef struct epLayer {
   uint64_t eagerRows;                 /* rows of the outputs in eager mode; set after the update */
   epBuffer idx[EP_LAYER_ROUTINGS], inTokens, inWeights, inScales;
   epBuffer outTokens, outWeights, outIdx, outScales;
-  epBuffer counters, offsets, total;
+  epBuffer counters, offsets, total, sources; /* sources: low latency, rows from each rank */
   epBuffer expertOut, expertWeights; /* input of combine */
   epBuffer y, yWeights;
   unsigned current; /* routing of the last update */
 } epLayer;
 
+int epLayerIsLl(const epLayerConfig *config); /* a layout of the low-latency algorithm */
+/* topk_weights of a dispatch output row: all K, one, or none. */
+uint32_t epLayerRowWeights(const epLayerConfig *config);
 int epLayerOpen(epPort *port, const epLayerConfig *config, epLayer **out);
 int epLayerClose(epLayer *layer);
 

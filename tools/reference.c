@@ -120,10 +120,44 @@ static void fillExpertMajor(const epRef *ref, uint32_t rank, epRefRank *out) {
   }
 }
 
+/* Rows of the low-latency layouts: `regions` of `room` rows each, all unused at first. */
+static void openRegions(const epRef *ref, epRefRank *out, uint64_t regions, uint64_t room) {
+  (void)ref;
+  out->needed = out->rows = regions * room;
+  for (uint64_t i = 0; out->row && i < out->rows; i++) out->row[i] = (epRefRow){EP_REF_UNUSED, -1, -1};
+}
+
+static void fillRankMajor(const epRef *ref, uint32_t rank, epRefRank *out) {
+  openRegions(ref, out, ref->in.ranks, ref->in.maxTokens);
+  for (uint32_t s = 0; s < ref->in.ranks && out->row; s++) {
+    epRefRow *next = out->row + (size_t)s * ref->in.maxTokens;
+    for (uint32_t t = 0; t < ref->in.tokens[s]; t++)
+      if (sentTo(ref, s, t, rank)) *next++ = (epRefRow){(int32_t)s, (int32_t)t, -1};
+  }
+}
+
+/* What does not fit an expert's region, which repeated ids alone can cause, is dropped. */
+static void fillExpertMajor3d(const epRef *ref, uint32_t rank, epRefRank *out) {
+  uint64_t room = (uint64_t)ref->in.ranks * ref->in.maxTokens;
+  openRegions(ref, out, ref->locals, room);
+  for (uint32_t l = 0; l < ref->locals && out->row; l++) {
+    uint64_t used = 0;
+    for (uint32_t s = 0; s < ref->in.ranks; s++)
+      for (uint32_t t = 0; t < ref->in.tokens[s]; t++)
+        for (uint32_t k = 0; k < ref->in.topk; k++)
+          if (ref->in.topkIdx[s][(size_t)t * ref->in.topk + k] == (int64_t)rank * ref->locals + l && used < room)
+            out->row[l * room + used++] = (epRefRow){(int32_t)s, (int32_t)t, (int32_t)k};
+  }
+}
+
 static void fillRows(const epRef *ref, uint32_t rank, epRefRank *out) {
   out->needed = out->rows = 0;
   if (ref->in.layout == EP_REF_FLAT)
     fillFlat(ref, rank, out);
+  else if (ref->in.layout == EP_REF_RANK_MAJOR)
+    fillRankMajor(ref, rank, out);
+  else if (ref->in.layout == EP_REF_EXPERT_MAJOR_3D)
+    fillExpertMajor3d(ref, rank, out);
   else
     fillExpertMajor(ref, rank, out);
 }
@@ -144,7 +178,7 @@ static void fillCounts(const epRef *ref, uint32_t rank, epRefRank *out) {
     out->offset[l] = offset;
     offset += padded;
   }
-  if (ref->in.layout == EP_REF_FLAT)
+  if (ref->in.layout == EP_REF_FLAT || ref->in.layout == EP_REF_RANK_MAJOR)
     for (uint32_t s = 0; s < ref->in.ranks; s++) out->total += out->perSource[s];
   else
     for (uint32_t l = 0; l < ref->locals; l++) out->total += out->perExpert[l];
@@ -248,6 +282,10 @@ static void addElements(epRefType type, float *sum, const void *row, uint32_t hi
   for (uint32_t h = 0; h < hidden; h++) sum[h] += epRefLoad(type, row, h);
 }
 
+static void addWeighted(epRefType type, float *sum, const void *row, uint32_t hidden, float weight) {
+  for (uint32_t h = 0; h < hidden; h++) sum[h] = fmaf(weight, epRefLoad(type, row, h), sum[h]);
+}
+
 /* The token's slots as combine sees them: one a (token, k), but one a rank in the flat layout. */
 typedef struct tokenSlots {
   const epRef *ref;
@@ -273,16 +311,25 @@ static int highestOf(const tokenSlots *s, uint32_t k, int (*of)(const tokenSlots
 }
 
 static int repeatsRow(const tokenSlots *s, uint32_t k) {
-  for (uint32_t j = 0; j < k && s->ref->in.layout == EP_REF_FLAT; j++)
+  if (s->ref->in.layout != EP_REF_FLAT && s->ref->in.layout != EP_REF_RANK_MAJOR) return 0;
+  for (uint32_t j = 0; j < k; j++)
     if (ownerOf(s, j) == ownerOf(s, k)) return 1;
   return 0;
+}
+
+static void addSlot(const tokenSlots *s, uint32_t k, float *sum) {
+  if (repeatsRow(s, k)) return;
+  if (s->how->weights)
+    addWeighted(s->how->type, sum, s->rows[k], s->how->hidden, s->how->weights[k]);
+  else
+    addElements(s->how->type, sum, s->rows[k], s->how->hidden);
 }
 
 /* Sum of the slots of one rank, in ascending k from +0, rounded. */
 static void sumOfRank(const tokenSlots *s, int owner, float *sum) {
   clearSum(sum, s->how->hidden);
   for (uint32_t k = 0; k < s->ref->in.topk; k++)
-    if (ownerOf(s, k) == owner && !repeatsRow(s, k)) addElements(s->how->type, sum, s->rows[k], s->how->hidden);
+    if (ownerOf(s, k) == owner) addSlot(s, k, sum);
   roundSum(s->how->type, sum, s->how->hidden);
 }
 
@@ -313,7 +360,7 @@ void epRefCombineToken(const epRef *ref, const epRefCombine *how, uint32_t rank,
   for (uint32_t k = 0; k < ref->in.topk; k++) {
     if (ownerOf(&s, k) < 0) continue;
     if (!how->multipleReductions) {
-      if (!repeatsRow(&s, k)) addElements(how->type, total, rows[k], how->hidden);
+      addSlot(&s, k, total);
     } else if (hybrid) {
       if (highestOf(&s, k, domainOf)) {
         sumOfDomain(&s, domainOf(&s, k), partial, domain);

@@ -7,7 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef enum { EP_REF_FLAT = 0, EP_REF_EXPERT_MAJOR } epRefLayout;
+/* The last two are low latency's: [R][B] and [L][R * B] rows at fixed places, most of them unused. */
+typedef enum { EP_REF_FLAT = 0, EP_REF_EXPERT_MAJOR, EP_REF_RANK_MAJOR, EP_REF_EXPERT_MAJOR_3D } epRefLayout;
 /* E4M3 is for dispatch alone, which moves bytes: it is never loaded, summed or stored. */
 typedef enum { EP_REF_BF16 = 0, EP_REF_F16, EP_REF_F32, EP_REF_E4M3 } epRefType;
 
@@ -17,12 +18,14 @@ typedef struct epRefRouting {
   epRefLayout layout;
   uint32_t align;                /* rows at which an expert's zone may start; 0 and 1: any */
   uint64_t budget;               /* rows that the output holds; 0: as many as needed */
+  uint32_t maxTokens;            /* B: of the low-latency layouts */
   const uint32_t *tokens;        /* [ranks] T of each rank */
   const int64_t *const *topkIdx; /* [ranks] -> [T][topk]; entries outside [0, experts) select nothing */
 } epRefRouting;
 
-/* Where a row of a dispatch output comes from. Flat rows stand for all k of the token: k is -1. Padding: source is -1.
- */
+/* Where a row of a dispatch output comes from. Flat and rank-major rows stand for all k of the token: k is -1. Padding:
+ * source is -1. A place that the low-latency layouts leave as it is: source is EP_REF_UNUSED. */
+#define EP_REF_UNUSED (-2)
 typedef struct epRefRow {
   int32_t source, token, k;
 } epRefRow;
@@ -53,7 +56,7 @@ void epRefDestroy(epRef *ref);
 /* Rank that owns the expert which (token, k) of `rank` selected, or -1. */
 int epRefOwner(const epRef *ref, uint32_t rank, uint32_t token, uint32_t k);
 
-/* Row `row` of the topk_idx that `rank` receives (flat only): local ids, or global ones; -1 elsewhere. */
+/* Row `row` of the topk_idx that `rank` receives (flat and rank-major): local ids, or global ones; -1 elsewhere. */
 void epRefIndexRow(const epRef *ref, uint32_t rank, uint64_t row, int global, int64_t *out);
 
 /* Where byte `byte` of row `row` lies in an output of scales: rows of `scaleBytes` where columnStride is 0, else
@@ -68,6 +71,7 @@ typedef struct epRefCombine {
   uint32_t hidden, scaleUp;
   int multipleReductions;
   const void *bias0, *bias1; /* the token's rows, or NULL */
+  const float *weights;      /* [topk], applied to the slots by fused multiply-add; NULL: 1 */
 } epRefCombine;
 void epRefCombineToken(const epRef *ref, const epRefCombine *how, uint32_t rank, uint32_t token,
                        const void *const *rows, float *scratch, void *out);
