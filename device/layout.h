@@ -15,7 +15,7 @@
  *                                   EP_ENTRY(local expert, position among r's rows for that expert) or EP_NONE
  *   metaFlags   u32 [R]             generation of the update whose meta rows from r are complete
  *   stageFlags  u32 [R][chunks]     generation of the operation whose chunk of staged rows from r is complete; a chunk is
- *                                   epChunkRows(row bytes) rows, at least 1, so there are as many flags as rows
+ *                                   epChunkRows(row bytes) rows, or in combine a span of one: chunks = rows * spans
  *   credits     u32 [R]             generation of the last operation that peer r has finished reading
  *   stage       u8  [R-1][B][stride] rows on their way: token bytes, then K FP32 weights, padded to 16
  *
@@ -100,13 +100,21 @@ EP_HD uint32_t epChunkRows(uint32_t rowBytes) {
   return rowBytes >= 8192 ? 1 : rowBytes >= 4096 ? 2 : rowBytes >= 2048 ? 4 : 8;
 }
 
+/* Combine sends and reduces a long row as this many spans, each with its own flag: what is left to do when the last one
+ * arrives is as much shorter. Spans of a row start on lines. */
+#define EP_MAX_SPANS 4u
+EP_HD uint32_t epSpans(uint32_t rowBytes) { return rowBytes >= 8192 ? EP_MAX_SPANS : 1; }
+EP_HD uint32_t epSpanBytes(uint32_t rowBytes) {
+  return (uint32_t)epAlignUp((rowBytes + epSpans(rowBytes) - 1) / epSpans(rowBytes), EP_LINE);
+}
+
 EP_HD uint32_t epWeightBytes(uint32_t topk) { return (uint32_t)epAlignUp(4ull * topk, EP_ROW_ALIGN); }
 
 EP_HD epWindowLayout epWindowLayoutOf(epShape s) {
   epWindowLayout w;
   uint64_t at = 0, words = (uint64_t)s.experts / s.ranks + 1;
   w.stageStride = epAlignUp((uint64_t)s.maxRowBytes + epWeightBytes(s.topk), EP_LINE);
-  w.chunks = s.stageRows;
+  w.chunks = s.stageRows * epSpans(s.maxRowBytes);
   w.metaWords = 1 + s.topk;
   w.counts = epTake(&at, 2 * 8 * words * s.ranks);
   w.replies = epTake(&at, 2 * 8 * words * s.ranks);

@@ -23,29 +23,32 @@ enum { ARCHS = sizeof(archs) / sizeof(archs[0]) };
 /* What a kernel is specialised by, without what the target decides. */
 typedef struct {
   int kernel;
-  uint32_t ranks, experts, topk, rowBytes, dtype, layout, weights, indexBytes;
+  uint32_t ranks, experts, topk, rowBytes, dtype, layout, weights, indexBytes, scaleBytes;
 } matrixCase;
 
 #define FLAT EP_LAYOUT_KIND_FLAT
 #define MAJOR EP_LAYOUT_KIND_EXPERT_MAJOR
 static const matrixCase cases[] = {
-    {EP_KERNEL_UPDATE, 2, 256, 8, 0, 0, FLAT, 0, 8},
-    {EP_KERNEL_UPDATE, 8, 64, 1, 0, 0, MAJOR, 0, 4},
-    {EP_KERNEL_UPDATE, 1024, 2048, 32, 0, 0, MAJOR, 0, 8},
-    {EP_KERNEL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, FLAT, 1, 0},
-    {EP_KERNEL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, MAJOR, 1, 0},
-    {EP_KERNEL_DISPATCH, 8, 64, 9, 16, EP_DTYPE_BYTES, FLAT, 0, 0},
-    {EP_KERNEL_DISPATCH, 5, 40, 6, 5760, EP_DTYPE_BYTES, MAJOR, 1, 0},
-    {EP_KERNEL_DISPATCH, 1, 32, 32, 49152, EP_DTYPE_BYTES, FLAT, 1, 0},
-    {EP_KERNEL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, FLAT, 0, 0},
-    {EP_KERNEL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, MAJOR, 0, 0},
-    {EP_KERNEL_COMBINE, 5, 40, 6, 5760, EP_DTYPE_BF16, MAJOR, 1, 0},
-    {EP_KERNEL_COMBINE, 8, 64, 9, 16, EP_DTYPE_F16, FLAT, 1, 0},
-    {EP_KERNEL_COMBINE, 72, 576, 32, 32768, EP_DTYPE_F16, MAJOR, 0, 0},
-    {EP_KERNEL_COMBINE, 8, 64, 1, 28672, EP_DTYPE_F32, FLAT, 0, 0},
+    {EP_KERNEL_UPDATE, 2, 256, 8, 0, 0, FLAT, 0, 8, 0},
+    {EP_KERNEL_UPDATE, 8, 64, 1, 0, 0, MAJOR, 0, 4, 0},
+    {EP_KERNEL_UPDATE, 1024, 2048, 32, 0, 0, MAJOR, 0, 8, 0},
+    {EP_KERNEL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, FLAT, 1, 0, 0},
+    {EP_KERNEL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, MAJOR, 1, 0, 0},
+    {EP_KERNEL_DISPATCH, 8, 64, 9, 16, EP_DTYPE_BYTES, FLAT, 0, 0, 0},
+    {EP_KERNEL_DISPATCH, 5, 40, 6, 5760, EP_DTYPE_BYTES, MAJOR, 1, 0, 0},
+    {EP_KERNEL_DISPATCH, 1, 32, 32, 49152, EP_DTYPE_BYTES, FLAT, 1, 0, 0},
+    {EP_KERNEL_DISPATCH, 2, 256, 8, 7168, EP_DTYPE_BYTES, FLAT, 1, 0, 224},
+    {EP_KERNEL_DISPATCH, 2, 256, 8, 7168, EP_DTYPE_BYTES, MAJOR, 1, 0, 56},
+    {EP_KERNEL_DISPATCH, 8, 256, 8, 128, EP_DTYPE_BYTES, MAJOR, 0, 0, 4},
+    {EP_KERNEL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, FLAT, 0, 0, 0},
+    {EP_KERNEL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, MAJOR, 0, 0, 0},
+    {EP_KERNEL_COMBINE, 5, 40, 6, 5760, EP_DTYPE_BF16, MAJOR, 1, 0, 0},
+    {EP_KERNEL_COMBINE, 8, 64, 9, 16, EP_DTYPE_F16, FLAT, 1, 0, 0},
+    {EP_KERNEL_COMBINE, 72, 576, 32, 32768, EP_DTYPE_F16, MAJOR, 0, 0, 0},
+    {EP_KERNEL_COMBINE, 8, 64, 1, 28672, EP_DTYPE_F32, FLAT, 0, 0, 0},
 };
 enum { CASES = sizeof(cases) / sizeof(cases[0]) };
-_Static_assert(ARCHS *CASES <= 60, "the matrix is meant to stay small");
+_Static_assert(ARCHS *CASES <= 80, "the matrix is meant to stay small");
 
 typedef struct {
   ncclResult_t result;
@@ -74,6 +77,7 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   config->layout = c->layout;
   config->weights = c->weights;
   config->indexBytes = c->indexBytes;
+  config->scaleBytes = c->scaleBytes;
   r = c->kernel == EP_KERNEL_UPDATE
           ? epPolicyUpdate(&target, epPolicySms(&target, 0), 4096, config, &grid)
           : epPolicyMove("matrix", &target, epPolicySms(&target, 0), c->kernel, config, &grid);
@@ -108,8 +112,8 @@ static void matrix(void **state) {
   for (int i = 0; i < THREADS; i++) assert_int_equal(pthread_create(&threads[i], NULL, work, NULL), 0);
   for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
 
-  printf("# %-20s %5s %5s %5s %3s %6s %5s %6s %3s %3s %7s %5s %6s %6s %8s %7s\n", "kernel", "arch", "ranks", "exps",
-         "k", "row", "dtype", "layout", "w", "idx", "threads", "regs", "spill", "stack", "bytes", "s");
+  printf("# %-20s %5s %5s %5s %3s %6s %5s %6s %3s %3s %6s %7s %5s %6s %6s %8s %7s\n", "kernel", "arch", "ranks", "exps",
+         "k", "row", "dtype", "layout", "w", "idx", "scales", "threads", "regs", "spill", "stack", "bytes", "s");
   for (int a = 0; a < ARCHS; a++) {
     for (int i = 0; i < CASES; i++) {
       matrixResult *r = &results[a][i];
@@ -123,10 +127,10 @@ static void matrix(void **state) {
       int elf =
           r->code.bytes > 4 && memcmp(r->code.cubin, "\177ELF", 4) == 0 && hasName(&r->code, epJitEntryName(c->kernel));
       int ok = elf && fits && r->code.spillBytes == 0;
-      printf("  %-20s sm_%-3d %4u %5u %3u %6u %5u %6u %3u %3u %7u %5d %6d %6d %8zu %7.3f%s\n",
+      printf("  %-20s sm_%-3d %4u %5u %3u %6u %5u %6u %3u %3u %6u %7u %5d %6d %6d %8zu %7.3f%s\n",
              epJitEntryName(c->kernel), archs[a], c->ranks, c->experts, c->topk, c->rowBytes, c->dtype, c->layout,
-             c->weights, c->indexBytes, r->config.threads, r->code.registers, r->code.spillBytes, r->code.localBytes,
-             r->code.bytes, r->code.seconds, ok ? "" : "  <- not good");
+             c->weights, c->indexBytes, c->scaleBytes, r->config.threads, r->code.registers, r->code.spillBytes,
+             r->code.localBytes, r->code.bytes, r->code.seconds, ok ? "" : "  <- not good");
       total += r->code.seconds;
       bad += !ok;
       epJitFree(&r->code);
