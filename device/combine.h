@@ -1,9 +1,9 @@
 /* Combine: expert outputs back to the token's rank, reduced. The mirror of dispatch, in one kernel: the first blocks sum
  * each received row's local slots and push one row back; the others reduce at the source as rows arrive.
  *
- *   push      a warp a received row: its slots summed in ascending k in FP32, rounded once, stored into the source's
- *             staging at the row's own index; a flag for each epChunkRows rows
- *   reduce    a warp a token: its ranks' partial sums in the order of the highest k each holds, FP32, rounded once; this
+ *   push      a warp a span of a received row: its slots summed in ascending k in FP32, rounded once, stored into the
+ *             source's staging at the row's own index; a flag a span, or for each epChunkRows short rows
+ *   reduce    a warp a span of a token: its ranks' partial sums in the order of the highest k each holds, FP32, rounded once; this
  *             rank's own partial sum is made on the spot from the slots
  *
  * Both are one operation, ep_sum_rows: up to K rows in, one row out, in pieces that fit the warp's buffer, so that as many
@@ -79,24 +79,33 @@ struct epJob {
   epSum sum;
   uint8_t *to;
   bool move;
-  uint32_t piece; /* bytes of a row that a stage holds of each part */
+  uint32_t begin, end; /* the span of the row */
+  uint32_t piece;      /* bytes of it that a stage holds of each part */
 };
+
+/* Span i of a row. */
+template <class C> DEV void ep_job_span(const C c, epJob &job, uint32_t i) {
+  uint32_t span = epSpanBytes(c.rowBytes);
+  job.begin = i * span;
+  job.end = job.begin + span < c.rowBytes ? job.begin + span : c.rowBytes;
+}
 
 /* Equal pieces, on line boundaries where they are not tiny. */
 template <class C> DEV void ep_job_pieces(const C c, const epPipe &q, epJob &job) {
   uint32_t count = p::popc(job.sum.parts), most = count ? q.stageBytes / count : q.stageBytes;
-  job.piece = c.rowBytes;
-  if (!c.bulk || c.rowBytes <= most)
+  uint32_t length = job.end - job.begin;
+  job.piece = length;
+  if (!c.bulk || length <= most)
     return;
   uint32_t unit = most >= 4 * EP_LINE ? EP_LINE : EP_ROW_ALIGN;
-  uint32_t pieces = (c.rowBytes + most / unit * unit - 1) / (most / unit * unit);
-  job.piece = ((c.rowBytes + pieces - 1) / pieces + unit - 1) / unit * unit;
+  uint32_t pieces = (length + most / unit * unit - 1) / (most / unit * unit);
+  job.piece = ((length + pieces - 1) / pieces + unit - 1) / unit * unit;
 }
 
 /* Issues the loads of the piece at byte `at` of every part, as unit n. */
 template <class C> DEV void ep_job_load(const C c, const epPipe &q, uint32_t n, const epJob &job, uint32_t at) {
   uint32_t l = p::lane(), parts = job.sum.parts;
-  uint32_t bytes = at + job.piece < c.rowBytes ? job.piece : c.rowBytes - at;
+  uint32_t bytes = at + job.piece < job.end ? job.piece : job.end - at;
   ep_stage_free<0>(c);
   ep_stage_expect(q, n, p::popc(parts) * bytes);
   if (parts >> l & 1) {
@@ -109,7 +118,7 @@ template <class C> DEV void ep_job_load(const C c, const epPipe &q, uint32_t n, 
 /* Sums the piece of unit n in place of its first part (a lane writes only what it alone has read) and stores it. */
 template <class C> DEV void ep_job_store(const C c, const epPipe &q, uint32_t n, const epJob &job, uint32_t at) {
   uint32_t l = p::lane(), stage = ep_stage(q, n);
-  uint32_t bytes = at + job.piece < c.rowBytes ? job.piece : c.rowBytes - at;
+  uint32_t bytes = at + job.piece < job.end ? job.piece : job.end - at;
   if (!job.move || p::popc(job.sum.parts) != 1) {
     for (uint32_t v = 16 * l; v < bytes; v += 1024) { /* two vectors at once: the second may lie past the end */
       uint32_t w = v + 512 < bytes ? v + 512 : v;
@@ -132,9 +141,9 @@ template <class C> DEV void ep_job_store(const C c, const epPipe &q, uint32_t n,
   }
 }
 
-/* The whole row without bulk copies. */
+/* The whole span without bulk copies. */
 template <class C> DEV void ep_job_run(const C c, const epJob &job) {
-  for (uint32_t at = 16 * p::lane(); at - 16 * p::lane() < c.rowBytes; at += 512) {
+  for (uint32_t at = job.begin + 16 * p::lane(); at - 16 * p::lane() < job.end; at += 512) {
     uint4 v;
     ep_sum_vectors<1>(c, job.sum, job.move,
                       [&](uint32_t i, uint4 *x) {
@@ -142,10 +151,10 @@ template <class C> DEV void ep_job_run(const C c, const epJob &job) {
                         for (; i; i--)
                           m &= m - 1;
                         const uint8_t *src = (const uint8_t *)ep_shfl64(job.sum.address, p::ffs(m) - 1);
-                        x[0] = at < c.rowBytes ? p::ldg<uint4>(src + at) : ep_zero4();
+                        x[0] = at < job.end ? p::ldg<uint4>(src + at) : ep_zero4();
                       },
                       &v);
-    if (at < c.rowBytes)
+    if (at < job.end)
       p::stg<uint4>(job.to + at, v);
   }
 }
@@ -180,10 +189,10 @@ template <class C> DEV uint64_t ep_combine_address(const C c, const epCombineArg
   return (uint64_t)(a.tokens + (uint64_t)(row == EP_NONE ? 0 : row) * c.rowBytes);
 }
 
-/* Row j of source s goes home. */
+/* Span `item` of the rows of source s goes home. */
 template <class C>
-DEV void ep_combine_push_job(const C c, const epCombineArgs &a, const epPipe &q, uint32_t s, uint32_t j, epJob &job) {
-  uint32_t l = p::lane();
+DEV void ep_combine_push_job(const C c, const epCombineArgs &a, const epPipe &q, uint32_t s, uint32_t item, epJob &job) {
+  uint32_t l = p::lane(), j = item / epSpans(c.rowBytes), span = item % epSpans(c.rowBytes);
   const uint32_t *meta = ep_record_meta(c, a.group, a.recordLayout, a.record, s, j);
   uint32_t entry = l < c.topk ? p::ldg<uint32_t>(meta + 1 + l) : EP_NONE;
   uint32_t row = ep_combine_input(c, a, s, j, entry);
@@ -192,12 +201,14 @@ DEV void ep_combine_push_job(const C c, const epCombineArgs &a, const epPipe &q,
   job.sum.address = ep_combine_address(c, a, row);
   job.to = ep_stage_row(a.group, q, s, a.group.rank, j);
   job.move = true;
+  ep_job_span(c, job, span);
   ep_job_pieces(c, q, job);
-  if (c.weights && l < c.topk) /* ordinary stores: the release of the row's flag covers them */
+  if (c.weights && l < c.topk && span == 0) /* ordinary stores: the release of the row's flag covers them */
     p::stg<uint32_t>(job.to + c.rowBytes + 4 * l, ep_combine_weight(c, a, row));
 }
 
-/* A chunk of rows of one source; chunk i of the work list, in which sources take turns. Empty where the source has none. */
+/* A chunk of rows of one source, or a span of one; item i of the work list, in which sources take turns. Counted in spans;
+ * empty where the source has none. */
 struct epRun {
   uint32_t s, j, end;
 };
@@ -208,7 +219,7 @@ template <class C> DEV epRun ep_combine_run(const C c, const epCombineArgs &a, u
   epRun run;
   run.s = (uint32_t)((a.group.rank + 1 + i % others) % c.ranks);
   run.j = (uint32_t)(i / others) * size;
-  uint32_t rows = i < items ? p::ldg<uint32_t>(recvCount + run.s) : 0;
+  uint32_t rows = i < items ? p::ldg<uint32_t>(recvCount + run.s) * epSpans(c.rowBytes) : 0;
   run.end = run.j + size < rows ? run.j + size : run.j > rows ? run.j : rows;
   return run;
 }
@@ -243,26 +254,26 @@ DEV void ep_combine_push(const C c, const epCombineArgs &a, epPipe &q, uint64_t 
     return;
   }
   if (more)
-    ep_job_load(c, q, 0, job, 0);
+    ep_job_load(c, q, 0, job, offset = job.begin);
   for (uint32_t n = 0; more; n++, job = next) {
     uint32_t at = offset, its = round;
     next = job;
     offset += job.piece;
-    if (offset >= c.rowBytes) {
-      offset = 0;
+    if (offset >= job.end) {
       run.j++;
       more = advance(next);
+      offset = next.begin;
     }
     if (more)
       ep_job_load(c, q, n + 1, next, offset);
     ep_stage_arrived(q, n);
     ep_job_store(c, q, n, job, at);
-    if (at + job.piece < c.rowBytes || posted == its)
+    if (at + job.piece < job.end || posted == its)
       continue;
-    /* The row's last piece is on its way: its own pieces, three at most, need not have landed for earlier rounds to. */
-    if (at == 0)
+    /* The span's last piece is on its way: its own pieces, three at most, need not have landed for earlier rounds to. */
+    if (at == job.begin)
       ep_stores_landed<1>(c);
-    else if (at == job.piece)
+    else if (at == job.begin + job.piece)
       ep_stores_landed<2>(c);
     else
       ep_stores_landed<3>(c);
@@ -292,7 +303,7 @@ template <class C> DEV void ep_combine_senders(const C c, const epCombineArgs &a
   uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes);
   uint64_t first = p::bid() * senders;
   uint32_t most = ep_most_rows(c, (const uint32_t *)(a.record + a.recordLayout.recvCount));
-  uint64_t items = (uint64_t)((most + size - 1) / size) * (c.ranks - 1);
+  uint64_t items = (uint64_t)((most * epSpans(c.rowBytes) + size - 1) / size) * (c.ranks - 1);
   uint32_t rounds = ep_rounds(items, first, a.pushBlocks * senders);
   if (!ep_wait_credits(c, a.group, q, gen, EP_PHASE_COMBINE_CREDIT))
     return;
@@ -302,10 +313,12 @@ template <class C> DEV void ep_combine_senders(const C c, const epCombineArgs &a
     ep_combine_signal(c, a, q, first, items, rounds, gen);
 }
 
-/* Token t: waits for the rows of all its ranks. False: gave up. */
+/* Span `item` of the tokens: waits for it from all the token's ranks. False: gave up. */
 template <class C>
-DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &q, uint32_t t, uint32_t gen, epJob &job) {
-  uint32_t l = p::lane(), me = a.group.rank, locals = c.experts / c.ranks;
+DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &q, uint32_t item, uint32_t gen,
+                               epJob &job) {
+  uint32_t l = p::lane(), me = a.group.rank, locals = c.experts / c.ranks, spans = epSpans(c.rowBytes);
+  uint32_t t = item / spans, span = item % spans;
   uint64_t at = (uint64_t)t * c.topk + l;
   int32_t e = -1;
   uint32_t row = 0, pos = 0;
@@ -320,8 +333,8 @@ DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &
   uint32_t mine = owner == me ? ep_combine_input(c, a, me, row, EP_ENTRY((uint32_t)e % locals, pos)) : EP_NONE;
   bool ok = true;
   if (last && owner != me && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_wait_flag(a.group, ep_flag(a.group, q, me, owner, row / epChunkRows(c.rowBytes)), gen, EP_PHASE_COMBINE_ROWS,
-                      owner);
+    ok = ep_wait_flag(a.group, ep_flag(a.group, q, me, owner, (row * spans + span) / epChunkRows(c.rowBytes)), gen,
+                      EP_PHASE_COMBINE_ROWS, owner);
   if (p::ballot(p::FULL, !ok))
     return false;
   p::sync_warp();
@@ -335,8 +348,9 @@ DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &
                                 : (uint64_t)(last ? ep_stage_row(a.group, q, me, owner, row) : nullptr);
   job.to = a.outTokens + (uint64_t)t * c.rowBytes;
   job.move = false;
+  ep_job_span(c, job, span);
   ep_job_pieces(c, q, job);
-  if (c.weights && l < c.topk) {
+  if (c.weights && l < c.topk && span == 0) {
     uint32_t w = 0;
     if (owner == me)
       w = ep_combine_weight(c, a, mine);
@@ -349,38 +363,39 @@ DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &
 
 template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a, epPipe &q, uint32_t gen) {
   uint32_t warps = epSenders(c.threads), step = (a.blocks - a.pushBlocks) * warps;
-  uint32_t t = (p::bid() - a.pushBlocks) * warps + p::warp(), offset = 0, nextOffset = 0;
-  uint32_t tokens = ep_tokens(a.recordLayout, a.record, a.numTokens);
+  uint32_t i = (p::bid() - a.pushBlocks) * warps + p::warp(), offset = 0;
+  uint32_t items = ep_tokens(a.recordLayout, a.record, a.numTokens) * epSpans(c.rowBytes);
   epJob job, next;
   if (!c.bulk) {
-    for (; t < tokens; t += step) {
-      if (!ep_combine_reduce_job(c, a, q, t, gen, job))
+    for (; i < items; i += step) {
+      if (!ep_combine_reduce_job(c, a, q, i, gen, job))
         return;
       ep_job_run(c, job);
     }
     return;
   }
-  bool more = t < tokens;
-  if (more && !ep_combine_reduce_job(c, a, q, t, gen, job))
+  bool more = i < items;
+  if (more && !ep_combine_reduce_job(c, a, q, i, gen, job))
     return;
   if (more)
-    ep_job_load(c, q, 0, job, 0);
-  for (uint32_t n = 0; more; n++, job = next, offset = nextOffset) {
+    ep_job_load(c, q, 0, job, offset = job.begin);
+  for (uint32_t n = 0; more; n++, job = next) {
+    uint32_t at = offset;
     next = job;
-    nextOffset = offset + job.piece;
-    if (nextOffset >= c.rowBytes) {
-      nextOffset = 0;
-      t += step;
-      more = t < tokens;
-      if (more && !ep_combine_reduce_job(c, a, q, t, gen, next)) {
+    offset += job.piece;
+    if (offset >= job.end) {
+      i += step;
+      more = i < items;
+      if (more && !ep_combine_reduce_job(c, a, q, i, gen, next)) {
         ep_stage_arrived(q, n);
         return;
       }
+      offset = next.begin;
     }
     if (more)
-      ep_job_load(c, q, n + 1, next, nextOffset);
+      ep_job_load(c, q, n + 1, next, offset);
     ep_stage_arrived(q, n);
-    ep_job_store(c, q, n, job, offset);
+    ep_job_store(c, q, n, job, at);
   }
 }
 
