@@ -132,7 +132,8 @@ static epRef *refOf(epRound *round, epRefLayout layout) {
                      layout == EP_REF_FLAT ? 0 : c->align,
                      c->budget,
                      round->tokens,
-                     (const int64_t *const *)round->idx};
+                     (const int64_t *const *)round->idx,
+                     c->maxTokens};
   epRef *ref = NULL;
   assert_int_equal(epRefCreate(&in, &ref), 0);
   return ref;

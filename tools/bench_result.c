@@ -70,7 +70,10 @@ static void libraryVersion(char *out, size_t size) {
   snprintf(out, size, "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
 
-static const char *layoutName(const epBenchOptions *o) { return o->layout == EP_REF_FLAT ? "flat" : "expert-major"; }
+static const char *layoutName(const epBenchOptions *o) {
+  static const char *const names[] = {"flat", "expert-major", "rank-major", "expert-major-3d"};
+  return names[o->layout];
+}
 
 static const char *scalesName(const epBenchOptions *o) {
   return o->scales == EP_SCALES_FP32 ? "fp32" : o->scales == EP_SCALES_UE8M0 ? "ue8m0" : "none";

@@ -18,9 +18,9 @@ typedef struct epRefRouting {
   epRefLayout layout;
   uint32_t align;                /* rows at which an expert's zone may start; 0 and 1: any */
   uint64_t budget;               /* rows that the output holds; 0: as many as needed */
-  uint32_t maxTokens;            /* B: of the low-latency layouts */
   const uint32_t *tokens;        /* [ranks] T of each rank */
   const int64_t *const *topkIdx; /* [ranks] -> [T][topk]; entries outside [0, experts) select nothing */
+  uint32_t maxTokens;            /* B: of the low-latency layouts */
 } epRefRouting;
 
 /* Where a row of a dispatch output comes from. Flat and rank-major rows stand for all k of the token: k is -1. Padding:
