@@ -125,15 +125,15 @@ static void *must(void *p) {
 
 static epRef *refOf(epRound *round, epRefLayout layout) {
   const epCase *c = round->c;
-  epRefRouting in = {c->ranks,
-                     c->experts,
-                     c->topk,
-                     layout,
-                     layout == EP_REF_FLAT ? 0 : c->align,
-                     c->budget,
-                     round->tokens,
-                     (const int64_t *const *)round->idx,
-                     c->maxTokens};
+  epRefRouting in = {.ranks = c->ranks,
+                     .experts = c->experts,
+                     .topk = c->topk,
+                     .layout = layout,
+                     .align = layout == EP_REF_FLAT ? 0 : c->align,
+                     .budget = c->budget,
+                     .tokens = round->tokens,
+                     .topkIdx = (const int64_t *const *)round->idx,
+                     .maxTokens = c->maxTokens};
   epRef *ref = NULL;
   assert_int_equal(epRefCreate(&in, &ref), 0);
   return ref;

@@ -42,7 +42,14 @@ static const uint32_t mixedTokens[] = {4, 1};
 
 static void flatByHand(void **state) {
   (void)state;
-  epRef *ref = make((epRefRouting){2, 4, 4, EP_REF_FLAT, 0, 0, mixedTokens, mixed, 0});
+  epRef *ref = make((epRefRouting){.ranks = 2,
+                                   .experts = 4,
+                                   .topk = 4,
+                                   .layout = EP_REF_FLAT,
+                                   .align = 0,
+                                   .budget = 0,
+                                   .tokens = mixedTokens,
+                                   .topkIdx = mixed});
   const epRefRow at0[] = {{0, 1, -1}, {0, 2, -1}, {0, 3, -1}, {1, 0, -1}};
   const epRefRow at1[] = {{0, 1, -1}, {0, 3, -1}, {1, 0, -1}};
   checkRows(ref, 0, at0, LENGTH(at0));
@@ -73,7 +80,14 @@ static void flatByHand(void **state) {
 
 static void expertMajorByHand(void **state) {
   (void)state;
-  epRef *ref = make((epRefRouting){2, 4, 4, EP_REF_EXPERT_MAJOR, 2, 0, mixedTokens, mixed, 0});
+  epRef *ref = make((epRefRouting){.ranks = 2,
+                                   .experts = 4,
+                                   .topk = 4,
+                                   .layout = EP_REF_EXPERT_MAJOR,
+                                   .align = 2,
+                                   .budget = 0,
+                                   .tokens = mixedTokens,
+                                   .topkIdx = mixed});
   const epRefRow at0[] = {{0, 1, 0}, {0, 3, 0}, {1, 0, 3}, {-1, -1, -1}, {0, 2, 1}, {0, 3, 1}};
   const epRefRow at1[] = {{0, 3, 2}, {-1, -1, -1}, {0, 1, 2}, {0, 3, 3}, {1, 0, 0}, {1, 0, 1}};
   checkRows(ref, 0, at0, LENGTH(at0));
@@ -97,8 +111,14 @@ static void expertMajorByHand(void **state) {
 static void emptyExpertsTakeNoRows(void **state) {
   (void)state;
   static const int64_t idx[] = {0, 0, 0, 3, 3, 3, 3, 3};
-  epRef *ref =
-      make((epRefRouting){2, 8, 1, EP_REF_EXPERT_MAJOR, 16, 0, (uint32_t[]){8, 0}, (const int64_t *[]){idx, NULL}, 0});
+  epRef *ref = make((epRefRouting){.ranks = 2,
+                                   .experts = 8,
+                                   .topk = 1,
+                                   .layout = EP_REF_EXPERT_MAJOR,
+                                   .align = 16,
+                                   .budget = 0,
+                                   .tokens = (uint32_t[]){8, 0},
+                                   .topkIdx = (const int64_t *[]){idx, NULL}});
   checkCounts(ref->rank[0].perExpert, (uint64_t[]){3, 0, 0, 5}, 4);
   checkCounts(ref->rank[0].perExpertPadded, (uint64_t[]){16, 0, 0, 16}, 4);
   checkCounts(ref->rank[0].offset, (uint64_t[]){0, 16, 16, 16}, 4);
@@ -109,7 +129,14 @@ static void emptyExpertsTakeNoRows(void **state) {
 
 static void budgetDropsInOutputOrder(void **state) {
   (void)state;
-  epRef *ref = make((epRefRouting){2, 4, 4, EP_REF_EXPERT_MAJOR, 2, 5, mixedTokens, mixed, 0});
+  epRef *ref = make((epRefRouting){.ranks = 2,
+                                   .experts = 4,
+                                   .topk = 4,
+                                   .layout = EP_REF_EXPERT_MAJOR,
+                                   .align = 2,
+                                   .budget = 5,
+                                   .tokens = mixedTokens,
+                                   .topkIdx = mixed});
   const epRefRow at0[] = {{0, 1, 0}, {0, 3, 0}, {1, 0, 3}, {-1, -1, -1}, {0, 2, 1}};
   checkRows(ref, 0, at0, LENGTH(at0));
   assert_int_equal(ref->rank[0].needed, 6);
@@ -121,7 +148,14 @@ static void budgetDropsInOutputOrder(void **state) {
 static void outOfRangeSelectsNothing(void **state) {
   (void)state;
   static const int64_t idx[] = {4, -2, INT64_MAX, 1};
-  epRef *ref = make((epRefRouting){2, 4, 4, EP_REF_FLAT, 0, 0, (uint32_t[]){1, 0}, (const int64_t *[]){idx, NULL}, 0});
+  epRef *ref = make((epRefRouting){.ranks = 2,
+                                   .experts = 4,
+                                   .topk = 4,
+                                   .layout = EP_REF_FLAT,
+                                   .align = 0,
+                                   .budget = 0,
+                                   .tokens = (uint32_t[]){1, 0},
+                                   .topkIdx = (const int64_t *[]){idx, NULL}});
   assert_int_equal(ref->rank[0].total, 1);
   assert_int_equal(ref->rank[1].total, 0);
   for (uint32_t k = 0; k < 3; k++) assert_int_equal(epRefOwner(ref, 0, 0, k), -1);
@@ -143,14 +177,21 @@ static void combineOne(epRefType type, uint32_t ranks, uint32_t topk, const int6
                        int multipleReductions, const float *bias, float *out) {
   uint32_t tokens[8] = {1};
   const int64_t *all[8] = {idx};
-  epRef *ref = make((epRefRouting){ranks, ranks, topk, EP_REF_EXPERT_MAJOR, 0, 0, tokens, all, 0});
+  epRef *ref = make((epRefRouting){.ranks = ranks,
+                                   .experts = ranks,
+                                   .topk = topk,
+                                   .layout = EP_REF_EXPERT_MAJOR,
+                                   .align = 0,
+                                   .budget = 0,
+                                   .tokens = tokens,
+                                   .topkIdx = all});
   uint32_t row[8] = {0}, y = 0, biasRow = 0;
   const void *rows[8] = {0};
   for (uint32_t k = 0; k < topk; k++) {
     epRefStore(type, &row[k], 0, values[k]);
     rows[k] = idx[k] < 0 ? NULL : &row[k];
   }
-  epRefCombine how = {type, 1, ranks, multipleReductions, NULL, NULL, NULL};
+  epRefCombine how = {.type = type, .hidden = 1, .scaleUp = ranks, .multipleReductions = multipleReductions};
   if (bias) {
     epRefStore(type, &biasRow, 0, *bias);
     how.bias0 = &biasRow;
@@ -200,11 +241,18 @@ static void nothingSelectedGivesZero(void **state) {
 static void flatRowCountsOnce(void **state) {
   (void)state;
   static const int64_t idx[] = {0, 1, 1, 3};
-  epRef *ref = make((epRefRouting){2, 4, 4, EP_REF_FLAT, 0, 0, (uint32_t[]){1, 0}, (const int64_t *[]){idx, NULL}, 0});
+  epRef *ref = make((epRefRouting){.ranks = 2,
+                                   .experts = 4,
+                                   .topk = 4,
+                                   .layout = EP_REF_FLAT,
+                                   .align = 0,
+                                   .budget = 0,
+                                   .tokens = (uint32_t[]){1, 0},
+                                   .topkIdx = (const int64_t *[]){idx, NULL}});
   float a = 3, b = 5, y = 0, scratch[4];
   const void *rows[] = {&a, &a, &a, &b};
   for (int multiple = 0; multiple < 2; multiple++) {
-    epRefCombine how = {EP_REF_F32, 1, 2, multiple, NULL, NULL, NULL};
+    epRefCombine how = {.type = EP_REF_F32, .hidden = 1, .scaleUp = 2, .multipleReductions = multiple};
     epRefCombineToken(ref, &how, 0, 0, rows, scratch, &y);
     assert_true(y == 8.0f);
   }
