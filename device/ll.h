@@ -5,8 +5,8 @@
  * every peer's greeting of g - 1, which the peer sends when it begins g - 1, so after it has finished g - 2. The greeting
  * travels while rows do; nothing on the way to them waits for it.
  *
- * Blocks that send have the lowest indices and wait for nothing of their own kernel, so any number of resident blocks is
- * enough. The generation moves at the start of the operation, as soon as all its blocks have read it. */
+ * Blocks that send have the lowest indices and wait for nothing but what peers' first blocks send at once, so any number of
+ * resident blocks is enough. The generation moves at the start of the operation, as soon as all its blocks have read it. */
 #ifndef EP_DEVICE_LL_H_
 #define EP_DEVICE_LL_H_
 
@@ -39,14 +39,14 @@ DEV void ep_ll_end(const epGroupArgs &g, const epLlOp &op, uint32_t blocks) {
   p::st_relaxed_sys(&state->stageGen, op.gen);
 }
 
-/* One block, at once: every peer may know that what this rank did before is finished. */
+/* The last block, at its start (a release stalls where rows are being stored): every peer may know that what this rank did before is finished. */
 template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op) {
   for (uint32_t r = p::tid(); r < c.ranks; r += c.threads)
     if (r != g.rank)
       p::st_release_sys((uint32_t *)(ep_window(g, r) + w.hello) + g.rank, op.gen);
 }
 
-/* One block, at the end. */
+/* The same block, at its end. */
 template <class C>
 DEV void ep_ll_greeted(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op, uint32_t phase) {
   const uint32_t *hello = (const uint32_t *)(ep_window(g, g.rank) + w.hello);

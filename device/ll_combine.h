@@ -72,10 +72,12 @@ template <class C> DEV uint64_t ep_ll_weight_word(const C c, const epLlOp &op, u
 
 /* ---- Push ---------------------------------------------------------------------------------------------------------- */
 
-/* The sending blocks: this rank's weights to the owners of their experts. */
+/* The first block, before it waits for anything, so that peers' senders need no other block of this rank: this rank's
+ * weights to the owners of their experts. */
 template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t tokens) {
   const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
-  for (uint32_t i = p::bid() * c.threads + p::tid(); i < tokens * c.topk; i += a.pushBlocks * c.threads) {
+#pragma unroll 4
+  for (uint32_t i = p::tid(); i < tokens * c.topk; i += c.threads) {
     int32_t e = p::ldg<int32_t>(topk + i);
     uint32_t w = p::as_u32(p::ldg<float>(a.weights + i)), owner = (uint32_t)e / (c.experts / c.ranks);
     if (e >= 0 && owner != a.group.rank)
@@ -272,15 +274,16 @@ template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
   epLlOp op = ep_ll_begin(a.group);
   uint32_t held = p::ldg<uint32_t>(&((const epRecordHeader *)(a.record + a.recordLayout.header))->tokens);
   uint32_t tokens = held < a.numTokens ? held : a.numTokens;
+  bool last = p::bid() == a.blocks - 1;
   if (p::bid() < a.pushBlocks) {
-    if (p::bid() == 0)
-      ep_ll_greet(c, a.group, a.window, op);
-    if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
+    if (p::bid() == 0 && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
       ep_ll_send_weights(c, a, op, tokens);
     ep_ll_return(c, a, op);
   } else {
+    if (last)
+      ep_ll_greet(c, a.group, a.window, op);
     ep_ll_reduce_all(c, a, op, tokens);
-    if (p::bid() == a.blocks - 1)
+    if (last)
       ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_COMBINE_CREDIT);
   }
   ep_ll_end(a.group, op, a.blocks);

@@ -436,17 +436,18 @@ template <class C> DEV void ep_ll_take_all(const C c, const epLlDispatchArgs &a,
 
 template <class C> DEV void ep_ll_dispatch(const C c, const epLlDispatchArgs &a) {
   epLlOp op = ep_ll_begin(a.group);
+  bool last = p::bid() == a.blocks - 1;
   if (p::bid() < a.pushBlocks) {
-    if (p::bid() == 0) {
+    ep_ll_push(c, a, op);
+  } else {
+    if (last) {
       ep_ll_greet(c, a.group, a.window, op);
       if (p::tid() == 0)
         ep_ll_header(c, a, op);
     }
-    ep_ll_push(c, a, op);
-  } else {
     if (ep_ll_gather(c, a, op))
       ep_ll_take_all(c, a, op);
-    if (p::bid() == a.blocks - 1)
+    if (last)
       ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_DISPATCH_CREDIT);
   }
   ep_ll_end(a.group, op, a.blocks);

@@ -13,6 +13,7 @@
 #include "cuda_targets.h"
 #include "fail.h"
 #include "jit_ext.h"
+#include "ll.h"
 #include "policy.h"
 
 #define THREADS 2
@@ -28,6 +29,8 @@ typedef struct {
 
 #define FLAT EP_LAYOUT_KIND_FLAT
 #define MAJOR EP_LAYOUT_KIND_EXPERT_MAJOR
+#define RANKS EP_LAYOUT_KIND_RANK_MAJOR
+#define PLACES EP_LAYOUT_KIND_EXPERT_MAJOR_3D
 static const matrixCase cases[] = {
     {EP_KERNEL_UPDATE, 2, 256, 8, 0, 0, FLAT, 0, 8, 0},
     {EP_KERNEL_UPDATE, 8, 64, 1, 0, 0, MAJOR, 0, 4, 0},
@@ -46,9 +49,15 @@ static const matrixCase cases[] = {
     {EP_KERNEL_COMBINE, 8, 64, 9, 16, EP_DTYPE_F16, FLAT, 1, 0, 0},
     {EP_KERNEL_COMBINE, 72, 576, 32, 32768, EP_DTYPE_F16, MAJOR, 0, 0, 0},
     {EP_KERNEL_COMBINE, 8, 64, 1, 28672, EP_DTYPE_F32, FLAT, 0, 0, 0},
+    {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, RANKS, 1, 8, 0},
+    {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, PLACES, 0, 8, 0},
+    {EP_KERNEL_LL_DISPATCH, 1024, 2048, 32, 16, EP_DTYPE_BYTES, PLACES, 0, 4, 0},
+    {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, RANKS, 0, 0, 0},
+    {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, PLACES, 0, 0, 0},
+    {EP_KERNEL_LL_COMBINE, 72, 576, 32, 28672, EP_DTYPE_F32, PLACES, 0, 0, 0},
 };
 enum { CASES = sizeof(cases) / sizeof(cases[0]) };
-_Static_assert(ARCHS *CASES <= 80, "the matrix is meant to stay small");
+_Static_assert(ARCHS *CASES <= 100, "the matrix is meant to stay small");
 
 typedef struct {
   ncclResult_t result;
@@ -78,7 +87,9 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   config->weights = c->weights;
   config->indexBytes = c->indexBytes;
   config->scaleBytes = c->scaleBytes;
-  r = c->kernel == EP_KERNEL_UPDATE
+  r = c->kernel >= EP_KERNEL_LL_DISPATCH
+          ? epPolicyLl("matrix", &target, epPolicySms(&target, 0), c->kernel, 128, config, &grid)
+      : c->kernel == EP_KERNEL_UPDATE
           ? epPolicyUpdate(&target, epPolicySms(&target, 0), 4096, config, &grid)
           : epPolicyMove("matrix", &target, epPolicySms(&target, 0), c->kernel, config, &grid);
   return r == ncclSuccess ? epJitCompile(jit, c->kernel, config, arch, &out->code) : r;
