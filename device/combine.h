@@ -83,9 +83,13 @@ struct epJob {
   uint32_t piece;      /* bytes of it that a stage holds of each part */
 };
 
+template <class C> DEV uint32_t ep_spans(const C c) {
+  return epSpans(c.rowBytes, c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR);
+}
+
 /* Span i of a row. */
 template <class C> DEV void ep_job_span(const C c, epJob &job, uint32_t i) {
-  uint32_t span = epSpanBytes(c.rowBytes);
+  uint32_t span = epSpanBytes(c.rowBytes, ep_spans(c));
   job.begin = i * span;
   job.end = job.begin + span < c.rowBytes ? job.begin + span : c.rowBytes;
 }
@@ -192,7 +196,7 @@ template <class C> DEV uint64_t ep_combine_address(const C c, const epCombineArg
 /* Span `item` of the rows of source s goes home. */
 template <class C>
 DEV void ep_combine_push_job(const C c, const epCombineArgs &a, const epPipe &q, uint32_t s, uint32_t item, epJob &job) {
-  uint32_t l = p::lane(), j = item / epSpans(c.rowBytes), span = item % epSpans(c.rowBytes);
+  uint32_t l = p::lane(), j = item / ep_spans(c), span = item % ep_spans(c);
   const uint32_t *meta = ep_record_meta(c, a.group, a.recordLayout, a.record, s, j);
   uint32_t entry = l < c.topk ? p::ldg<uint32_t>(meta + 1 + l) : EP_NONE;
   uint32_t row = ep_combine_input(c, a, s, j, entry);
@@ -219,7 +223,7 @@ template <class C> DEV epRun ep_combine_run(const C c, const epCombineArgs &a, u
   epRun run;
   run.s = (uint32_t)((a.group.rank + 1 + i % others) % c.ranks);
   run.j = (uint32_t)(i / others) * size;
-  uint32_t rows = i < items ? p::ldg<uint32_t>(recvCount + run.s) * epSpans(c.rowBytes) : 0;
+  uint32_t rows = i < items ? p::ldg<uint32_t>(recvCount + run.s) * ep_spans(c) : 0;
   run.end = run.j + size < rows ? run.j + size : run.j > rows ? run.j : rows;
   return run;
 }
@@ -303,7 +307,7 @@ template <class C> DEV void ep_combine_senders(const C c, const epCombineArgs &a
   uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes);
   uint64_t first = p::bid() * senders;
   uint32_t most = ep_most_rows(c, (const uint32_t *)(a.record + a.recordLayout.recvCount));
-  uint64_t items = (uint64_t)((most * epSpans(c.rowBytes) + size - 1) / size) * (c.ranks - 1);
+  uint64_t items = (uint64_t)((most * ep_spans(c) + size - 1) / size) * (c.ranks - 1);
   uint32_t rounds = ep_rounds(items, first, a.pushBlocks * senders);
   if (!ep_wait_credits(c, a.group, q, gen, EP_PHASE_COMBINE_CREDIT))
     return;
@@ -317,7 +321,7 @@ template <class C> DEV void ep_combine_senders(const C c, const epCombineArgs &a
 template <class C>
 DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &q, uint32_t item, uint32_t gen,
                                epJob &job) {
-  uint32_t l = p::lane(), me = a.group.rank, locals = c.experts / c.ranks, spans = epSpans(c.rowBytes);
+  uint32_t l = p::lane(), me = a.group.rank, locals = c.experts / c.ranks, spans = ep_spans(c);
   uint32_t t = item / spans, span = item % spans;
   uint64_t at = (uint64_t)t * c.topk + l;
   int32_t e = -1;
@@ -364,7 +368,7 @@ DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &
 template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a, epPipe &q, uint32_t gen) {
   uint32_t warps = epSenders(c.threads), step = (a.blocks - a.pushBlocks) * warps;
   uint32_t i = (p::bid() - a.pushBlocks) * warps + p::warp(), offset = 0;
-  uint32_t items = ep_tokens(a.recordLayout, a.record, a.numTokens) * epSpans(c.rowBytes);
+  uint32_t items = ep_tokens(a.recordLayout, a.record, a.numTokens) * ep_spans(c);
   epJob job, next;
   if (!c.bulk) {
     for (; i < items; i += step) {
