@@ -8,6 +8,7 @@
  * flat rows read one row and write one; a few more keep the link busy while the epilogue reduces. In expert-major they
  * read several slots for each row they send, so they are the heavier half. */
 #define EP_PUSH_BLOCKS_DISPATCH 24u
+#define EP_PUSH_BLOCKS_DISPATCH_MAJOR 16u /* there the epilogue writes each row several times and is the longer part */
 #define EP_PUSH_BLOCKS_COMBINE_FLAT 32u
 
 /* Warps of a block that moves rows, beside the signaller: 8 with two stages of a whole row each were faster than 16 or
@@ -50,7 +51,8 @@ ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t t
 
 static unsigned epPushBlocks(int kernelId, uint32_t layout, unsigned blocks) {
   unsigned half = blocks / 2;
-  if (kernelId == EP_KERNEL_DISPATCH) return least(EP_PUSH_BLOCKS_DISPATCH, half);
+  if (kernelId == EP_KERNEL_DISPATCH)
+    return least(layout == EP_LAYOUT_KIND_FLAT ? EP_PUSH_BLOCKS_DISPATCH : EP_PUSH_BLOCKS_DISPATCH_MAJOR, half);
   return layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_COMBINE_FLAT, half) : half;
 }
 
