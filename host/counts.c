@@ -4,7 +4,7 @@
 #include <time.h>
 
 #include "fail.h"
-#include "ll.h"
+#include "low_latency.h"
 #include "runtime.h"
 
 size_t epCountsBytes(const struct ncclEpGroup *g) {

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "fail.h"
-#include "ll.h"
+#include "low_latency.h"
 #include "object.h"
 
 ncclResult_t epGroupFind(const char *call, ncclEpGroup_t group) {

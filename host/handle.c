@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "fail.h"
-#include "ll.h"
+#include "low_latency.h"
 #include "runtime.h"
 #include "object.h"
 #include "tensor.h"

@@ -1,6 +1,6 @@
 /* Low latency: checks, the copy of the decisions at update, and the launches. The exchange of the routing is dispatch's, so
  * an update is local and a dispatch can be repeated on it. */
-#include "ll.h"
+#include "low_latency.h"
 
 #include <string.h>
 

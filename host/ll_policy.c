@@ -1,6 +1,6 @@
 /* Launch sizes of the low-latency kernels, and why they are so. */
 #include "fail.h"
-#include "ll.h"
+#include "low_latency.h"
 
 /* A warp a piece of a row: at T = 128 and a row of 14336 bytes 640 pieces to send and 1280 to take, so that most warps have
  * one. Sixteen warps a block keep the grid, and with it the blocks that read all counts, small. */

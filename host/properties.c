@@ -2,7 +2,7 @@
 #include <stdio.h>
 
 #include "fail.h"
-#include "ll.h"
+#include "low_latency.h"
 #include "runtime.h"
 #include "sizes.h"
 #include "tensor.h"

@@ -2,7 +2,7 @@
 #include <string.h>
 
 #include "fail.h"
-#include "ll.h"
+#include "low_latency.h"
 #include "runtime.h"
 #include "tensor.h"
 

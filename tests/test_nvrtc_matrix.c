@@ -13,7 +13,7 @@
 #include "cuda_targets.h"
 #include "fail.h"
 #include "jit_ext.h"
-#include "ll.h"
+#include "low_latency.h"
 #include "policy.h"
 
 #define THREADS 2

@@ -1,0 +1,28 @@
+/* The low-latency algorithm on the host: sizes, the copy of the decisions, and the launches of its two kernels. */
+#ifndef EP_HOST_LOW_LATENCY_H_
+#define EP_HOST_LOW_LATENCY_H_
+
+#include "ll_layout.h"
+#include "runtime.h"
+
+int epIsLl(const struct ncclEpGroup *group);
+/* The window's bytes, refused beyond what low latency is for. */
+ncclResult_t epLlWindowCheck(const char *call, const epShape *shape, uint64_t *bytes);
+/* Layouts that the algorithm has; alignment is not one of its ideas. */
+ncclResult_t epLlHandleCheck(const char *call, ncclEpLayout_t layout, const ncclEpHandleConfig_t *config);
+epLlRecordLayout epLlHandleLayout(const struct ncclEpHandle *handle);
+
+ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *handle, const ncclEpTensor_t *topk, const void *indices,
+                        const ncclEpLayoutInfo_t *info, cudaStream_t stream);
+ncclResult_t epLlDispatch(struct ncclEpHandle *handle, const ncclEpDispatchInputs_t *in,
+                          const ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info,
+                          const ncclEpDispatchConfig_t *config, cudaStream_t stream);
+ncclResult_t epLlCombine(struct ncclEpHandle *handle, const ncclEpCombineInputs_t *in, const ncclEpCombineOutputs_t *out,
+                         const ncclEpCombineConfig_t *config, cudaStream_t stream);
+
+/* Sets threads, and gives the grid. `tokens`: T, the best guess of the work there is. */
+ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned sms, int kernelId, uint32_t tokens,
+                        epConfig *config, epGrid *grid);
+ncclResult_t epLlPrepare(struct ncclEpGroup *group, const ncclEpPrepareConfig_t *config);
+
+#endif
