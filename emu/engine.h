@@ -58,6 +58,7 @@ struct PolledWord {
   const u8 *addr;
   u64 seen; // change count of the word, or its value where it is mapped memory
   u32 sync; // 0: mapped
+  u64 read; // the same when the thread last read this very word
 };
 
 struct Fiber {

@@ -369,22 +369,24 @@ u64 Engine::poll(const void *addr, u32 bytes, bool acquiring, bool system, Place
   }
   auto present = [&](const PolledWord &p) { return p.sync ? memory.sync(p.sync).change : readWord(p.addr, 4); };
   bool known = false, changed = false;
-  for (PolledWord &p : f->polled) {
+  size_t own = 0;
+  for (size_t i = 0; i < f->polled.size(); i++) {
+    PolledWord &p = f->polled[i];
     u64 v = present(p);
-    if (v != p.seen) changed = true;
+    if (v != p.seen || (p.addr == a && v != p.read)) changed = true; // news of one word are news until it is read itself
     p.seen = v;
-    known = known || p.addr == a;
+    if (p.addr == a) known = true, own = i;
   }
   if (!known) {
-    PolledWord p{a, 0, sync};
-    p.seen = present(p);
-    f->polled.push_back(p);
+    own = f->polled.size();
+    f->polled.push_back(PolledWord{a, 0, sync, 0});
   } else if (!changed) {
     park(f);
     block(State::Polling);
     for (PolledWord &p : f->polled) p.seen = present(p);
     if (r->freed) return 0;
   }
+  f->polled[own].seen = f->polled[own].read = present(f->polled[own]);
   if (!w) return readWord(addr, bytes);
   checkRead(r, a, bytes, true, system, place);
   ReleaseRef release = memory.sync(sync).release;
