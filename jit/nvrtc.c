@@ -158,6 +158,17 @@ static ncclResult_t bindLibrary(void *lib, epNvrtc *b) {
   return ncclSuccess;
 }
 
+/* NVRTC opens its builtins by bare name, which fails where the loader would not have found NVRTC itself (pip's packages have
+ * no run path). Loaded from beside it first, the name is already known. Where there is none, NVRTC says so when it compiles. */
+static void loadBuiltins(const epNvrtc *b) {
+  const char *base = baseName(b->path);
+  char path[sizeof(b->path) + 64];
+  if (base == b->path) return;
+  snprintf(path, sizeof(path), "%.*slibnvrtc-builtins.so.%d.%d", (int)(base - b->path), b->path, b->version / 1000,
+           b->version % 1000 / 10);
+  if (!dlopen(path, RTLD_NOW | RTLD_LOCAL)) epLog(EP_LOG_INFO, "NVRTC's builtins are not beside it: %s", dlerror());
+}
+
 ncclResult_t epNvrtcOpen(const epNvrtc **out) {
   ncclResult_t rc = ncclSuccess;
   pthread_mutex_lock(&mutex);
@@ -170,10 +181,12 @@ ncclResult_t epNvrtcOpen(const epNvrtc **out) {
                   "$CONDA_PREFIX, $CUDA_HOME and /usr/local/cuda; `pip install nvidia-cuda-nvrtc` provides it");
     } else {
       rc = bindLibrary(lib, &binding);
-      if (rc == ncclSuccess)
+      if (rc == ncclSuccess) {
+        loadBuiltins(&binding);
         bound = 1;
-      else
+      } else {
         dlclose(lib);
+      }
     }
   }
   pthread_mutex_unlock(&mutex);
