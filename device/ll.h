@@ -154,6 +154,7 @@ DEV void ep_ll_to_units(uint32_t buffer, uint32_t gen, const uint4 *v, uint4 *u)
   p::sync_warp();
 }
 
+/* `v` may be `u`. */
 DEV void ep_ll_to_vectors(uint32_t buffer, const uint4 *u, uint4 *v) {
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_UNITS; i++) {

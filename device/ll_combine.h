@@ -221,7 +221,7 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
   ep_ll_sum_zero(sum);
   ep_ll_sum_zero(own);
   for (uint32_t n = 0; n < q.count; n += EP_LL_REDUCE_BATCH) {
-    uint4 x[EP_LL_REDUCE_BATCH][EP_STRIP_UNITS], v[EP_STRIP_VECTORS];
+    uint4 x[EP_LL_REDUCE_BATCH][EP_STRIP_UNITS];
     uint32_t from[EP_LL_REDUCE_BATCH];
     const uint8_t *row[EP_LL_REDUCE_BATCH];
 #pragma unroll
@@ -240,21 +240,22 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
       if (n + b >= q.count)
         continue;
       if (q.local >> from[b] & 1) {
-        if (weighted)
-          ep_ll_sum_fma(c, own, x[b], p::as_float(p::shfl(p::FULL, q.weight, from[b])));
-        else
-          ep_ll_sum_add(c, own, x[b]);
+        if (!weighted) { /* one row, rounded already */
+          ep_ll_sum_add(c, sum, x[b]);
+          continue;
+        }
+        ep_ll_sum_fma(c, own, x[b], p::as_float(p::shfl(p::FULL, q.weight, from[b])));
         if (n + b == q.localEnd) {
-          ep_ll_sum_round(c, own, v);
-          ep_ll_sum_add(c, sum, v);
+          ep_ll_sum_round(c, own, x[b]);
+          ep_ll_sum_add(c, sum, x[b]);
         }
         continue;
       }
       if (!ep_ll_settle<EP_STRIP_UNITS>(c, a.group, op, EP_PHASE_COMBINE_ROWS, p::shfl(p::FULL, q.owner, from[b]),
                                         ep_ll_unit_at(row[b], strip), x[b]))
         return false;
-      ep_ll_to_vectors(buffer, x[b], v);
-      ep_ll_sum_add(c, sum, v);
+      ep_ll_to_vectors(buffer, x[b], x[b]);
+      ep_ll_sum_add(c, sum, x[b]);
     }
   }
   uint4 out[EP_STRIP_VECTORS];

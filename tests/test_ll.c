@@ -1,0 +1,492 @@
+/* Low latency on the emulated fabric: what the layouts promise, what handles may do to each other, and what is refused.
+ * Data is +-1 and weights are powers of two, experts are the identity, so that sums have closed forms. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "harness.h"
+
+#define SCHEDULES 6
+#define ROUNDS 4
+#define LENGTH(a) (sizeof(a) / sizeof((a)[0]))
+
+static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_RANK_MAJOR, NCCL_EP_LAYOUT_EXPERT_MAJOR};
+
+/* What all ranks do: the same decisions, known to all. */
+typedef struct plan {
+  uint32_t ranks, experts, topk, hidden, maxTokens, rounds;
+  ncclEpLayout_t layout;
+  uint32_t tokens[ROUNDS][EP_TEST_MAX_RANKS];
+  int64_t *idx[ROUNDS][EP_TEST_MAX_RANKS];
+  epRef *ref[ROUNDS];
+} plan;
+
+static int64_t pick(const plan *p, uint32_t n, uint32_t rank, uint32_t t, uint32_t k) {
+  uint32_t h = (n * 31 + rank) * 131 + t * 17 + k * 7;
+  h = (h ^ h >> 5) * 2654435761u;
+  return h >> 28 == 0 ? -1 : (int64_t)((h >> 8) % p->experts);
+}
+
+static void planMake(plan *p) {
+  for (uint32_t n = 0; n < p->rounds; n++) {
+    for (uint32_t r = 0; r < p->ranks; r++) {
+      uint32_t T = p->tokens[n][r];
+      p->idx[n][r] = calloc((size_t)T * p->topk + 1, sizeof(int64_t));
+      assert_non_null(p->idx[n][r]);
+      for (uint32_t i = 0; i < T * p->topk; i++) p->idx[n][r][i] = pick(p, n, r, i / p->topk, i % p->topk);
+    }
+    epRefRouting in = {p->ranks,
+                       p->experts,
+                       p->topk,
+                       p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? EP_REF_RANK_MAJOR : EP_REF_EXPERT_MAJOR_3D,
+                       0,
+                       0,
+                       p->tokens[n],
+                       (const int64_t *const *)p->idx[n],
+                       p->maxTokens};
+    assert_int_equal(epRefCreate(&in, &p->ref[n]), 0);
+  }
+}
+
+static void planFree(plan *p) {
+  for (uint32_t n = 0; n < p->rounds; n++) {
+    for (uint32_t r = 0; r < p->ranks; r++) free(p->idx[n][r]);
+    epRefDestroy(p->ref[n]);
+  }
+}
+
+static plan small(ncclEpLayout_t layout, uint32_t rounds) {
+  plan p = {.ranks = 3, .experts = 12, .topk = 3, .hidden = 72, .maxTokens = 6, .rounds = rounds, .layout = layout};
+  for (uint32_t n = 0; n < rounds; n++)
+    for (uint32_t r = 0; r < p.ranks; r++) p.tokens[n][r] = (n * 5 + r * 3) % 7;
+  planMake(&p);
+  return p;
+}
+
+/* ---- Data ---------------------------------------------------------------------------------------------------------- */
+
+static uint16_t elementOf(uint32_t n, uint32_t rank, uint32_t t, uint32_t h) {
+  return (uint16_t)(0x3f80 | ((n * 7 + rank * 1031 + t * 29) >> h % 16 & 1) << 15);
+}
+static float weightOf(uint32_t n, uint32_t rank, uint32_t t, uint32_t k) {
+  static const float powers[] = {1.0f, 0.5f, 0.25f, 2.0f};
+  return powers[(n + rank + t + k) % 4];
+}
+
+/* One batch on one rank. */
+typedef struct batch {
+  epTestTensor idx, x, w, out, outW, outIdx, y, experts, sources, total;
+} batch;
+
+static void places(epTestRank *me, const plan *p, epTestTensor *t, ncclDataType_t type, uint32_t columns, const char *name) {
+  size_t a = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? p->ranks : p->experts / p->ranks;
+  size_t b = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? p->maxTokens : p->ranks * p->maxTokens;
+  epTensorMake(me, t, type, 2, a * b, columns, name);
+  t->sizes[0] = a, t->sizes[1] = b, t->sizes[2] = columns;
+  t->t.ndim = 3;
+}
+
+static void batchMake(epTestRank *me, const plan *p, uint32_t n, batch *b) {
+  uint32_t T = p->tokens[n][me->rank];
+  uint16_t *x = calloc((size_t)T * p->hidden + 1, 2);
+  float *w = calloc((size_t)T * p->topk + 1, 4);
+  memset(b, 0, sizeof(*b));
+  epTensorMake(me, &b->idx, ncclInt64, 2, T, p->topk, "topk_idx");
+  epTensorMake(me, &b->x, ncclBfloat16, 2, T, p->hidden, "x");
+  epTensorMake(me, &b->w, ncclFloat32, 2, T, p->topk, "weights");
+  epTensorMake(me, &b->y, ncclBfloat16, 2, T, p->hidden, "y");
+  places(me, p, &b->out, ncclBfloat16, p->hidden, "out");
+  places(me, p, &b->outW, ncclFloat32, p->topk, "out weights");
+  places(me, p, &b->outIdx, ncclInt32, p->topk, "out idx");
+  epTensorMake(me, &b->experts, ncclInt32, 1, p->experts / p->ranks, 1, "expert_counters");
+  epTensorMake(me, &b->sources, ncclInt64, 1, p->ranks, 1, "src_rank_counters");
+  epTensorMake(me, &b->total, ncclInt32, 1, 1, 1, "recv_total_counter");
+  for (uint32_t t = 0; x && w && t < T; t++) {
+    for (uint32_t h = 0; h < p->hidden; h++) x[t * p->hidden + h] = elementOf(n, (uint32_t)me->rank, t, h);
+    for (uint32_t k = 0; k < p->topk; k++) w[t * p->topk + k] = weightOf(n, (uint32_t)me->rank, t, k);
+  }
+  epTensorFill(me, &b->idx, p->idx[n][me->rank]);
+  epTensorFill(me, &b->x, x);
+  epTensorFill(me, &b->w, w);
+  free(x);
+  free(w);
+}
+
+static void batchFree(epTestRank *me, batch *b) {
+  epTestTensor *all[] = {&b->idx, &b->x, &b->w, &b->out, &b->outW, &b->outIdx, &b->y, &b->experts, &b->sources, &b->total};
+  for (size_t i = 0; i < LENGTH(all); i++) {
+    epTensorCheckGuards(me, all[i], "a tensor of the batch");
+    epTensorFree(me, all[i]);
+  }
+}
+
+static ncclResult_t dispatch(const plan *p, ncclEpHandle_t h, batch *b) {
+  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+  ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
+  in.tokens = &b->x.t;
+  out.tokens = &b->out.t;
+  if (p->layout == NCCL_EP_LAYOUT_RANK_MAJOR)
+    in.topk_weights = &b->w.t, out.topk_weights = &b->outW.t, out.topk_idx = &b->outIdx.t;
+  info.expert_counters = &b->experts.t;
+  info.src_rank_counters = &b->sources.t;
+  info.recv_total_counter = &b->total.t;
+  return ncclEpDispatch(h, &in, &out, &info, NULL, NULL);
+}
+
+static ncclResult_t combine(const plan *p, ncclEpHandle_t h, batch *b) {
+  ncclEpCombineInputs_t in = NCCL_EP_COMBINE_INPUTS_INIT;
+  ncclEpCombineOutputs_t out = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  in.tokens = &b->out.t;
+  out.tokens = &b->y.t;
+  if (p->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR) out.topk_weights = &b->w.t;
+  return ncclEpCombine(h, &in, &out, NULL, NULL);
+}
+
+static void check(epTestRank *me, const plan *p, uint32_t n, const batch *b, int combined) {
+  const epRefRank *want = &p->ref[n]->rank[me->rank];
+  const uint16_t *out = b->out.t.data, *y = b->y.t.data;
+  uint32_t me32 = (uint32_t)me->rank;
+  int bad = 0, rankMajor = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR;
+  for (uint64_t i = 0; i < want->rows; i++) {
+    epRefRow from = want->row[i];
+    for (uint32_t h = 0; h < p->hidden; h++) {
+      uint16_t w = from.source < 0 ? 0xABAB : elementOf(n, (uint32_t)from.source, (uint32_t)from.token, h);
+      bad += out[i * p->hidden + h] != w;
+    }
+    for (uint32_t k = 0; rankMajor && k < p->topk; k++) {
+      int64_t ids[32];
+      if (from.source >= 0) epRefIndexRow(p->ref[n], me32, i, 0, ids);
+      bad += ((const int32_t *)b->outIdx.t.data)[i * p->topk + k] != (from.source < 0 ? -1 : (int32_t)ids[k]);
+      if (from.source >= 0)
+        bad += ((const float *)b->outW.t.data)[i * p->topk + k] !=
+               weightOf(n, (uint32_t)from.source, (uint32_t)from.token, k);
+    }
+  }
+  EXPECT(me, !bad, "round %u: %d wrong values of dispatch", n, bad);
+  for (uint32_t e = 0; e < p->experts / p->ranks; e++)
+    EXPECT(me, ((const int32_t *)b->experts.t.data)[e] == (int32_t)want->perExpert[e], "round %u: expert_counters[%u]", n, e);
+  for (uint32_t s = 0; s < p->ranks; s++)
+    EXPECT(me, ((const int64_t *)b->sources.t.data)[s] == (int64_t)want->perSource[s], "round %u: src_rank_counters[%u]", n, s);
+  EXPECT(me, *(const int32_t *)b->total.t.data == (int32_t)want->total, "round %u: recv_total_counter", n);
+  bad = 0;
+  for (uint32_t t = 0; combined && t < p->tokens[n][me->rank]; t++) {
+    float sum = 0;
+    for (uint32_t k = 0; k < p->topk; k++) {
+      int owner = epRefOwner(p->ref[n], me32, t, k), again = 0;
+      if (owner < 0 || p->ref[n]->slot[me->rank][t * p->topk + k] < 0) continue;
+      for (uint32_t j = 0; j < k; j++) again |= epRefOwner(p->ref[n], me32, t, j) == owner;
+      sum += !rankMajor ? weightOf(n, me32, t, k) : again ? 0.0f : 1.0f;
+    }
+    for (uint32_t h = 0; h < p->hidden; h++) {
+      uint16_t w, x = elementOf(n, me32, t, h);
+      epRefStore(EP_REF_BF16, &w, 0, sum * epRefLoad(EP_REF_BF16, &x, 0));
+      bad += y[t * p->hidden + h] != w && !(sum == 0 && !(y[t * p->hidden + h] & 0x7fff));
+    }
+  }
+  EXPECT(me, !bad, "round %u: %d wrong values of combine", n, bad);
+}
+
+static void groupMake(epTestRank *me, const plan *p, uint64_t timeoutNs) {
+  ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
+  config.algorithm = NCCL_EP_ALGO_LOW_LATENCY;
+  config.num_experts = p->experts;
+  config.max_dispatch_tokens_per_rank = p->maxTokens;
+  config.max_token_bytes = 2 * p->hidden;
+  config.num_topk = p->topk;
+  config.timeout_ns = timeoutNs;
+  EXPECT_OK(me, ncclEpCreateGroup(&me->group, me->comm, &config));
+}
+
+static void handleMake(epTestRank *me, const plan *p, ncclEpHandle_t *h) {
+  EXPECT_OK(me, ncclEpInitHandle(h, me->group, p->layout, NULL, (int)p->topk, NULL));
+}
+
+static void sync(epTestRank *me) { EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL)); }
+
+static void runWorlds(uint32_t ranks, void *arg, void (*body)(epTestRank *me)) {
+  for (unsigned s = 0; s < SCHEDULES; s++) {
+    epTestWorld world = {.ranks = (int)ranks, .seed = 900 + s, .arg = arg};
+    epWorldRun(&world, body);
+  }
+}
+
+/* ---- Tests --------------------------------------------------------------------------------------------------------- */
+
+/* Nothing waits on the host between operations, T changes, some ranks have none. */
+static void streamedBody(epTestRank *me) {
+  plan *p = me->arg;
+  batch b[ROUNDS];
+  ncclEpHandle_t h = NULL;
+  groupMake(me, p, 0);
+  if (!me->group) return;
+  handleMake(me, p, &h);
+  for (uint32_t n = 0; n < p->rounds; n++) batchMake(me, p, n, &b[n]);
+  for (uint32_t n = 0; n < p->rounds; n++) {
+    EXPECT_OK(me, ncclEpUpdateHandle(h, &b[n].idx.t, NULL, NULL));
+    for (uint32_t i = 0; i <= n % 3; i++) EXPECT_OK(me, dispatch(p, h, &b[n]));
+    for (uint32_t i = 0; i < n % 2 + 1; i++) EXPECT_OK(me, combine(p, h, &b[n]));
+  }
+  sync(me);
+  for (uint32_t n = 0; n < p->rounds; n++) check(me, p, n, &b[n], 1), batchFree(me, &b[n]);
+  epExpectNoAsyncError(me);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  epGroupFree(me);
+}
+
+static void streamed(void **state) {
+  (void)state;
+  for (size_t l = 0; l < LENGTH(layouts); l++) {
+    plan p = small(layouts[l], ROUNDS);
+    runWorlds(p.ranks, &p, streamedBody);
+    planFree(&p);
+  }
+}
+
+/* Two handles, also of different layouts, take turns between dispatch and combine. */
+static void interleavedBody(epTestRank *me) {
+  plan *const *p = me->arg;
+  batch b[2];
+  ncclEpHandle_t h[2] = {NULL, NULL};
+  groupMake(me, p[0], 0);
+  if (!me->group) return;
+  for (uint32_t i = 0; i < 2; i++) {
+    handleMake(me, p[i], &h[i]);
+    batchMake(me, p[i], i, &b[i]);
+    EXPECT_OK(me, ncclEpUpdateHandle(h[i], &b[i].idx.t, NULL, NULL));
+  }
+  for (int again = 0; again < 2; again++) {
+    for (uint32_t i = 0; i < 2; i++) EXPECT_OK(me, dispatch(p[i], h[i], &b[i]));
+    for (uint32_t i = 0; i < 2; i++) EXPECT_OK(me, combine(p[i], h[i], &b[i]));
+  }
+  sync(me);
+  for (uint32_t i = 0; i < 2; i++) {
+    check(me, p[i], i, &b[i], 1);
+    batchFree(me, &b[i]);
+    EXPECT_OK(me, ncclEpHandleDestroy(h[i]));
+  }
+  epExpectNoAsyncError(me);
+  epGroupFree(me);
+}
+
+static void interleaved(void **state) {
+  (void)state;
+  plan a = small(layouts[0], 2), b = small(layouts[1], 2), c = small(layouts[1], 2);
+  runWorlds(a.ranks, (plan *[]){&a, &b}, interleavedBody);
+  runWorlds(a.ranks, (plan *[]){&b, &c}, interleavedBody);
+  planFree(&a);
+  planFree(&b);
+  planFree(&c);
+}
+
+/* A record in the caller's memory, copied elsewhere, serves a handle that was never updated. */
+static void movedBody(epTestRank *me) {
+  plan *p = me->arg;
+  batch b, again;
+  ncclEpHandle_t h = NULL, moved = NULL;
+  epTestTensor memory[2];
+  size_t bytes = 0;
+  groupMake(me, p, 0);
+  if (!me->group) return;
+  EXPECT_OK(me, ncclEpHandleMemSize(me->group, p->layout, NULL, &bytes, (int)p->topk));
+  for (int i = 0; i < 2; i++) epTensorMake(me, &memory[i], ncclUint8, 1, bytes, 1, "handle_mem");
+  batchMake(me, p, 0, &b);
+  batchMake(me, p, 0, &again);
+  EXPECT_OK(me, ncclEpInitHandle(&h, me->group, p->layout, NULL, (int)p->topk, &memory[0].t));
+  EXPECT_OK(me, ncclEpUpdateHandle(h, &b.idx.t, NULL, NULL));
+  EXPECT_ERROR(me, combine(p, h, &b), ncclInvalidUsage, "dispatched");
+  EXPECT_OK(me, dispatch(p, h, &b));
+  EXPECT_OK(me, ncclEpEmuMemcpy(me->comm, memory[1].t.data, memory[0].t.data, bytes, NULL));
+  sync(me);
+  EXPECT_OK(me, ncclEpInitHandle(&moved, me->group, p->layout, NULL, (int)p->topk, &memory[1].t));
+  EXPECT_OK(me, combine(p, moved, &b));
+  EXPECT_OK(me, dispatch(p, moved, &again));
+  EXPECT_OK(me, combine(p, moved, &again));
+  sync(me);
+  check(me, p, 0, &b, 1);
+  check(me, p, 0, &again, 1);
+  EXPECT_OK(me, ncclEpHandleDestroy(moved));
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  batchFree(me, &b);
+  batchFree(me, &again);
+  for (int i = 0; i < 2; i++) epTensorFree(me, &memory[i]);
+  epGroupFree(me);
+}
+
+static void moved(void **state) {
+  (void)state;
+  for (size_t l = 0; l < LENGTH(layouts); l++) {
+    plan p = small(layouts[l], 1);
+    runWorlds(p.ranks, &p, movedBody);
+    planFree(&p);
+  }
+}
+
+static void reportBody(epTestRank *me) {
+  plan *p = me->arg;
+  batch b;
+  ncclEpHandle_t h = NULL;
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  const epRefRank *mine = &p->ref[0]->rank[me->rank];
+  int bad = 0, over = 0;
+  groupMake(me, p, 0);
+  if (!me->group) return;
+  handleMake(me, p, &h);
+  batchMake(me, p, 0, &b);
+  EXPECT_OK(me, ncclEpUpdateHandle(h, &b.idx.t, NULL, NULL));
+  EXPECT_OK(me, dispatch(p, h, &b));
+  EXPECT_OK(me, combine(p, h, &b));
+  sync(me);
+  check(me, p, 0, &b, 1);
+  for (uint32_t i = 0; i < p->tokens[0][me->rank] * p->topk; i++) bad |= p->idx[0][me->rank][i] < -1;
+  for (uint32_t e = 0; e < p->experts / p->ranks; e++) over |= mine->perExpert[e] > p->ranks * p->maxTokens;
+  EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+  EXPECT(me, info.code == (bad ? 3 : over ? 4 : 0), "code %d: %s", info.code, info.text);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  batchFree(me, &b);
+  epGroupFree(me);
+}
+
+/* Ids that do not exist count as none and are reported; so are slots beyond an expert's region, which are dropped. */
+static void reports(void **state) {
+  (void)state;
+  for (size_t l = 0; l < LENGTH(layouts); l++) {
+    plan p = small(layouts[l], 1);
+    planFree(&p);
+    for (uint32_t r = 0; r < p.ranks; r++) p.tokens[0][r] = 4;
+    planMake(&p);
+    p.idx[0][1][2] = 12;
+    p.idx[0][2][0] = -7, p.idx[0][2][7] = -7;
+    p.idx[0][1][5] = -2;
+    epRefDestroy(p.ref[0]);
+    epRefRouting in = {p.ranks, p.experts, p.topk, l ? EP_REF_EXPERT_MAJOR_3D : EP_REF_RANK_MAJOR, 0, 0, p.tokens[0],
+                       (const int64_t *const *)p.idx[0], p.maxTokens};
+    assert_int_equal(epRefCreate(&in, &p.ref[0]), 0);
+    runWorlds(p.ranks, &p, reportBody);
+    planFree(&p);
+  }
+  plan p = small(NCCL_EP_LAYOUT_EXPERT_MAJOR, 1);
+  for (uint32_t r = 0; r < p.ranks; r++) {
+    free(p.idx[0][r]);
+    p.tokens[0][r] = p.maxTokens;
+    p.idx[0][r] = calloc((size_t)p.maxTokens * p.topk, sizeof(int64_t));
+    for (uint32_t i = 0; i < p.maxTokens * p.topk; i++) p.idx[0][r][i] = 5; /* three slots a token at one expert */
+  }
+  epRefDestroy(p.ref[0]);
+  epRefRouting in = {p.ranks, p.experts, p.topk, EP_REF_EXPERT_MAJOR_3D, 0, 0, p.tokens[0],
+                     (const int64_t *const *)p.idx[0], p.maxTokens};
+  assert_int_equal(epRefCreate(&in, &p.ref[0]), 0);
+  runWorlds(p.ranks, &p, reportBody);
+  planFree(&p);
+}
+
+static void refusedBody(epTestRank *me) {
+  plan *p = me->arg;
+  batch b;
+  ncclEpHandle_t h = NULL, none = NULL;
+  ncclEpHandleConfig_t aligned = NCCL_EP_HANDLE_CONFIG_INIT;
+  ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
+  ncclEpHostCounts_t counts = NCCL_EP_HOST_COUNTS_INIT;
+  ncclEpHandleMetadata_t metadata = NCCL_EP_HANDLE_METADATA_INIT;
+  ncclEpGroupConfig_t large = NCCL_EP_GROUP_CONFIG_INIT;
+  ncclEpGroup_t group = NULL;
+  int rankMajor = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR;
+  aligned.dispatch_output_per_expert_alignment = 16;
+  large.num_experts = p->experts, large.num_topk = 8, large.max_token_bytes = 65536;
+  large.max_dispatch_tokens_per_rank = 65536;
+  EXPECT_ERROR(me, ncclEpCreateGroup(&group, me->comm, &large), ncclInvalidUsage, "window|max_dispatch_tokens_per_rank");
+  groupMake(me, p, 0);
+  if (!me->group) return;
+  batchMake(me, p, 0, &b);
+  EXPECT_ERROR(me, ncclEpInitHandle(&none, me->group, NCCL_EP_LAYOUT_FLAT, NULL, 2, NULL), ncclInvalidUsage, "RANK_MAJOR");
+  EXPECT_ERROR(me, ncclEpInitHandle(&none, me->group, p->layout, &aligned, 2, NULL), ncclInvalidArgument, "alignment|16");
+  handleMake(me, p, &h);
+  EXPECT_ERROR(me, dispatch(p, h, &b), ncclInvalidUsage, "ncclEpUpdateHandle");
+  info.expert_counters = &b.experts.t;
+  EXPECT_ERROR(me, ncclEpUpdateHandle(h, &b.idx.t, &info, NULL), ncclInvalidArgument, "layout_info|ncclEpDispatch");
+  EXPECT_OK(me, ncclEpUpdateHandle(h, &b.idx.t, NULL, NULL));
+  b.out.sizes[1]++;
+  EXPECT_ERROR(me, dispatch(p, h, &b), ncclInvalidArgument, "outputs.tokens.sizes[1]|max_dispatch_tokens_per_rank");
+  b.out.sizes[1]--;
+  b.out.t.ndim = 2;
+  EXPECT_ERROR(me, dispatch(p, h, &b), ncclInvalidArgument, "outputs.tokens|dimensions");
+  b.out.t.ndim = 3;
+  b.x.sizes[0]++;
+  EXPECT_ERROR(me, dispatch(p, h, &b), ncclInvalidArgument, "inputs.tokens.sizes[0]");
+  b.x.sizes[0]--;
+  if (rankMajor) {
+    b.outIdx.t.datatype = ncclInt64;
+    EXPECT_ERROR(me, dispatch(p, h, &b), ncclInvalidArgument, "outputs.topk_idx|int32");
+    b.outIdx.t.datatype = ncclInt32;
+  }
+  EXPECT_OK(me, dispatch(p, h, &b));
+  if (!rankMajor) {
+    b.w.t.datatype = ncclBfloat16;
+    EXPECT_ERROR(me, combine(p, h, &b), ncclInvalidArgument, "outputs.topk_weights|float32");
+    b.w.t.datatype = ncclFloat32;
+  }
+  EXPECT_OK(me, combine(p, h, &b));
+  EXPECT_ERROR(me, ncclEpGetHostCounts(h, &counts), ncclInvalidUsage, "ncclEpDispatch");
+  EXPECT_ERROR(me, ncclEpGetHandleMetadata(h, &metadata), ncclInvalidUsage, "low latency");
+  sync(me);
+  check(me, p, 0, &b, 1);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  batchFree(me, &b);
+  epGroupFree(me);
+}
+
+static void refused(void **state) {
+  (void)state;
+  for (size_t l = 0; l < LENGTH(layouts); l++) {
+    plan p = small(layouts[l], 1);
+    epTestWorld world = {.ranks = (int)p.ranks, .seed = 77, .arg = &p};
+    epWorldRun(&world, refusedBody);
+    planFree(&p);
+  }
+}
+
+/* A rank that does not come: the others give up after the timeout and say whom they waited for. */
+static void awayBody(epTestRank *me) {
+  plan *p = me->arg;
+  batch b;
+  ncclEpHandle_t h = NULL;
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  groupMake(me, p, 50000000);
+  if (!me->group) return;
+  handleMake(me, p, &h);
+  batchMake(me, p, 0, &b);
+  EXPECT_OK(me, ncclEpUpdateHandle(h, &b.idx.t, NULL, NULL));
+  if (me->rank != 2) {
+    EXPECT_OK(me, dispatch(p, h, &b));
+    sync(me);
+    EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+    EXPECT(me, info.code == 1 && info.peer == 2, "code %d, peer %d: %s", info.code, info.peer, info.text);
+    EXPECT_ERROR(me, dispatch(p, h, &b), ncclRemoteError, "rank 2");
+  }
+  sync(me);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  batchFree(me, &b);
+  epGroupFree(me);
+}
+
+static void away(void **state) {
+  (void)state;
+  for (size_t l = 0; l < LENGTH(layouts); l++) {
+    plan p = small(layouts[l], 1);
+    epTestWorld world = {.ranks = (int)p.ranks, .seed = 3, .arg = &p};
+    epWorldRun(&world, awayBody);
+    planFree(&p);
+  }
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(streamed), cmocka_unit_test(interleaved), cmocka_unit_test(moved),
+      cmocka_unit_test(reports),  cmocka_unit_test(refused),     cmocka_unit_test(away),
+  };
+  return cmocka_run_group_tests_name("low latency", tests, NULL, NULL);
+}
