@@ -8,7 +8,9 @@
  * flat rows read one row and write one; a few more keep the link busy while the epilogue reduces. In expert-major they
  * read several slots for each row they send, so they are the heavier half. */
 #define EP_PUSH_BLOCKS_DISPATCH 24u
-#define EP_PUSH_BLOCKS_DISPATCH_MAJOR 16u /* there the epilogue writes each row several times and is the longer part */
+/* In expert-major the epilogue writes each row several times and is the longer part; short rows need more senders. */
+#define EP_PUSH_BLOCKS_DISPATCH_MAJOR 16u
+#define EP_LONG_ROW 8192u
 #define EP_PUSH_BLOCKS_COMBINE_FLAT 32u
 
 /* Warps of a block that moves rows, beside the signaller: 8 with two stages of a whole row each were faster than 16 or
@@ -49,11 +51,12 @@ ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t t
   return ncclSuccess;
 }
 
-static unsigned epPushBlocks(int kernelId, uint32_t layout, unsigned blocks) {
+static unsigned epPushBlocks(int kernelId, const epConfig *config, unsigned blocks) {
   unsigned half = blocks / 2;
+  int major = config->layout != EP_LAYOUT_KIND_FLAT && config->rowBytes >= EP_LONG_ROW;
   if (kernelId == EP_KERNEL_DISPATCH)
-    return least(layout == EP_LAYOUT_KIND_FLAT ? EP_PUSH_BLOCKS_DISPATCH : EP_PUSH_BLOCKS_DISPATCH_MAJOR, half);
-  return layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_COMBINE_FLAT, half) : half;
+    return least(major ? EP_PUSH_BLOCKS_DISPATCH_MAJOR : EP_PUSH_BLOCKS_DISPATCH, half);
+  return config->layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_COMBINE_FLAT, half) : half;
 }
 
 ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned sms, int kernelId, epConfig *config,
@@ -77,7 +80,7 @@ ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned
     /* A sender and a receiver at least, also with a limit of one SM. Senders come first in the grid and never wait for
      * the epilogue, so they need not be resident together. */
     if (grid->blocks < 2) grid->blocks = 2;
-    grid->pushBlocks = epPushBlocks(kernelId, config->layout, grid->blocks);
+    grid->pushBlocks = epPushBlocks(kernelId, config, grid->blocks);
   }
   return ncclSuccess;
 }
