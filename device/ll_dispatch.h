@@ -121,7 +121,8 @@ DEV void ep_ll_place(const C c, const epLlDispatchArgs &a, const epLlOp &op, uin
       uint32_t own = ep_ll_own(c, r.token - t0, r.k);
       p::sts<uint32_t>(own, r.valid ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
       p::sts<uint32_t>(own + 4, r.valid ? EP_OWN(row, r.owner) : EP_NONE);
-      p::stg<int32_t>(topk + (uint64_t)r.token * c.topk + r.k, r.valid ? (int32_t)r.expert : -1);
+      if ((const void *)topk != a.topkIdx) /* a record that was found has them already */
+        p::stg<int32_t>(topk + (uint64_t)r.token * c.topk + r.k, r.valid ? (int32_t)r.expert : -1);
       if (r.first && r.owner == a.group.rank)
         p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.sendRow) + r.token, row);
       if (r.bad)

@@ -8,6 +8,7 @@
 
 #include <cmocka.h>
 
+#include "bugs.h"
 #include "harness.h"
 
 #define SCHEDULES 6
@@ -59,12 +60,12 @@ static void planFree(plan *p) {
   }
 }
 
-static plan small(ncclEpLayout_t layout, uint32_t rounds) {
-  plan p = {.ranks = 3, .experts = 12, .topk = 3, .hidden = 72, .maxTokens = 6, .rounds = rounds, .layout = layout};
+/* In place: the references point into the plan. */
+static void small(plan *p, ncclEpLayout_t layout, uint32_t rounds) {
+  *p = (plan){.ranks = 3, .experts = 12, .topk = 3, .hidden = 72, .maxTokens = 6, .rounds = rounds, .layout = layout};
   for (uint32_t n = 0; n < rounds; n++)
-    for (uint32_t r = 0; r < p.ranks; r++) p.tokens[n][r] = (n * 5 + r * 3) % 7;
-  planMake(&p);
-  return p;
+    for (uint32_t r = 0; r < p->ranks; r++) p->tokens[n][r] = (n * 5 + r * 3) % 7;
+  planMake(p);
 }
 
 /* ---- Data ---------------------------------------------------------------------------------------------------------- */
@@ -241,7 +242,8 @@ static void streamedBody(epTestRank *me) {
 static void streamed(void **state) {
   (void)state;
   for (size_t l = 0; l < LENGTH(layouts); l++) {
-    plan p = small(layouts[l], ROUNDS);
+    plan p;
+    small(&p, layouts[l], ROUNDS);
     runWorlds(p.ranks, &p, streamedBody);
     planFree(&p);
   }
@@ -275,7 +277,10 @@ static void interleavedBody(epTestRank *me) {
 
 static void interleaved(void **state) {
   (void)state;
-  plan a = small(layouts[0], 2), b = small(layouts[1], 2), c = small(layouts[1], 2);
+  plan a, b, c;
+  small(&a, layouts[0], 2);
+  small(&b, layouts[1], 2);
+  small(&c, layouts[1], 2);
   runWorlds(a.ranks, (plan *[]){&a, &b}, interleavedBody);
   runWorlds(a.ranks, (plan *[]){&b, &c}, interleavedBody);
   planFree(&a);
@@ -320,7 +325,8 @@ static void movedBody(epTestRank *me) {
 static void moved(void **state) {
   (void)state;
   for (size_t l = 0; l < LENGTH(layouts); l++) {
-    plan p = small(layouts[l], 1);
+    plan p;
+    small(&p, layouts[l], 1);
     runWorlds(p.ranks, &p, movedBody);
     planFree(&p);
   }
@@ -355,7 +361,8 @@ static void reportBody(epTestRank *me) {
 static void reports(void **state) {
   (void)state;
   for (size_t l = 0; l < LENGTH(layouts); l++) {
-    plan p = small(layouts[l], 1);
+    plan p;
+    small(&p, layouts[l], 1);
     planFree(&p);
     for (uint32_t r = 0; r < p.ranks; r++) p.tokens[0][r] = 4;
     planMake(&p);
@@ -369,7 +376,8 @@ static void reports(void **state) {
     runWorlds(p.ranks, &p, reportBody);
     planFree(&p);
   }
-  plan p = small(NCCL_EP_LAYOUT_EXPERT_MAJOR, 1);
+  plan p;
+  small(&p, NCCL_EP_LAYOUT_EXPERT_MAJOR, 1);
   for (uint32_t r = 0; r < p.ranks; r++) {
     free(p.idx[0][r]);
     p.tokens[0][r] = p.maxTokens;
@@ -442,7 +450,8 @@ static void refusedBody(epTestRank *me) {
 static void refused(void **state) {
   (void)state;
   for (size_t l = 0; l < LENGTH(layouts); l++) {
-    plan p = small(layouts[l], 1);
+    plan p;
+    small(&p, layouts[l], 1);
     epTestWorld world = {.ranks = (int)p.ranks, .seed = 77, .arg = &p};
     epWorldRun(&world, refusedBody);
     planFree(&p);
@@ -476,17 +485,83 @@ static void awayBody(epTestRank *me) {
 static void away(void **state) {
   (void)state;
   for (size_t l = 0; l < LENGTH(layouts); l++) {
-    plan p = small(layouts[l], 1);
+    plan p;
+    small(&p, layouts[l], 1);
     epTestWorld world = {.ranks = (int)p.ranks, .seed = 3, .arg = &p};
     epWorldRun(&world, awayBody);
     planFree(&p);
   }
 }
 
+/* Rounds of one group in a row, nothing looked at in between. */
+static void plantedBody(epTestRank *me) {
+  plan *p = me->arg;
+  batch b[ROUNDS];
+  ncclEpHandle_t h = NULL;
+  groupMake(me, p, 50000000);
+  if (!me->group) return;
+  handleMake(me, p, &h);
+  for (uint32_t n = 0; n < p->rounds; n++) batchMake(me, p, n, &b[n]);
+  for (uint32_t n = 0; n < p->rounds; n++) {
+    EXPECT_OK(me, ncclEpUpdateHandle(h, &b[n].idx.t, NULL, NULL));
+    EXPECT_OK(me, dispatch(p, h, &b[n]));
+    EXPECT_OK(me, combine(p, h, &b[n]));
+  }
+  sync(me);
+  epExpectNoAsyncError(me);
+  for (uint32_t n = 0; n < p->rounds; n++) check(me, p, n, &b[n], 1), batchFree(me, &b[n]);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  epGroupFree(me);
+}
+
+/* Faults in the kernels are seen: units taken before they come, rows in the wrong place, halves reused while a peer is two
+ * operations behind. */
+static void planted(void **state) {
+  (void)state;
+  static const struct {
+    unsigned bug;
+    const char *says; /* one of these, separated by | */
+  } faults[] = {{EP_BUG_NONE, NULL},
+                {EP_BUG_SKIP_WAIT, "wrong values|outside|nothing|timed out"},
+                {EP_BUG_SLOT_OFF_BY_ONE, "wrong values|written past|nothing"},
+                {EP_BUG_NO_CREDIT, "timed out|wrong values|async"}};
+  for (size_t l = 0; l < LENGTH(layouts); l++)
+    for (size_t f = 0; f < LENGTH(faults); f++) {
+      plan p;
+      unsigned found = 0;
+      char text[4096] = "";
+      small(&p, layouts[l], ROUNDS);
+      if (faults[f].bug == EP_BUG_NO_CREDIT) /* ranks that expect nothing from each other run ahead */
+        for (uint32_t n = 0; n < p.rounds; n++) {
+          for (uint32_t r = 0; r < p.ranks; r++)
+            for (uint32_t i = 0; i < p.tokens[n][r] * p.topk; i++) p.idx[n][r][i] = -1;
+          epRefDestroy(p.ref[n]);
+          epRefRouting in = {p.ranks, p.experts, p.topk, l ? EP_REF_EXPERT_MAJOR_3D : EP_REF_RANK_MAJOR, 0, 0,
+                             p.tokens[n], (const int64_t *const *)p.idx[n], p.maxTokens};
+          assert_int_equal(epRefCreate(&in, &p.ref[n]), 0);
+        }
+      for (unsigned s = 0; s < (faults[f].says ? 300 : 20) && !found; s++) {
+        epTestWorld world = {.ranks = (int)p.ranks, .seed = 40 + s, .arg = &p, .bug = faults[f].bug};
+        found = epWorldTry(&world, plantedBody, text, sizeof(text));
+      }
+      if (!faults[f].says) {
+        if (found) fail_msg("without a fault: %s", text);
+      } else {
+        char words[128], *save = NULL;
+        int named = 0;
+        snprintf(words, sizeof(words), "%s", faults[f].says);
+        for (char *w = strtok_r(words, "|", &save); w; w = strtok_r(NULL, "|", &save)) named |= strstr(text, w) != NULL;
+        if (!found || !named) fail_msg("fault %u, layout %zu: found %u: %s", faults[f].bug, l, found, text);
+      }
+      planFree(&p);
+    }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(streamed), cmocka_unit_test(interleaved), cmocka_unit_test(moved),
       cmocka_unit_test(reports),  cmocka_unit_test(refused),     cmocka_unit_test(away),
+      cmocka_unit_test(planted),
   };
   return cmocka_run_group_tests_name("low latency", tests, NULL, NULL);
 }
