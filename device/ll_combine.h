@@ -17,8 +17,8 @@
 #include "ll.h"
 #include "numbers.h"
 
-#define EP_LL_PUSH_BATCH 4   /* slots whose loads are on their way together */
-#define EP_LL_REDUCE_BATCH 2 /* rows */
+#define EP_LL_SLOT_BATCH 2 /* slots whose loads are on their way together */
+#define EP_LL_ROW_BATCH 2  /* the same of staged rows */
 
 /* A strip's sum in a lane. */
 struct epLlSum {
@@ -87,35 +87,29 @@ template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs 
   }
 }
 
-/* A warp: strip of the weighted sum of row (s, j)'s slots. `slot`: of the lane's k. False: gave up. */
-template <class C>
-DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t s, uint32_t token, uint32_t slot,
-                     uint32_t strip, uint4 *out) {
-  uint32_t bytes = ep_ll_bytes(c, strip), slots = p::ballot(p::FULL, slot != EP_NONE), weight = 0;
-  const uint64_t *words = (const uint64_t *)(ep_window(a.group, a.group.rank) + a.window.weights) +
-                          ep_ll_weight_word(c, op, a.group.maxTokens, s) + (uint64_t)token * c.topk;
+/* A warp: strip of the weighted sum of slots, lane k's at row `slot` of the input, rounded. `known()` gives the lane's weight
+ * once the first slots are on their way; false: it gave up. */
+template <class C, class F>
+DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, uint32_t slot, uint32_t strip, F known, uint4 *out) {
+  uint32_t bytes = ep_ll_bytes(c, strip), weight = 0;
   epLlSum sum;
-  bool known = false;
   ep_ll_sum_zero(sum);
-  for (uint32_t m = slots; m;) {
-    uint4 x[EP_LL_PUSH_BATCH][EP_STRIP_VECTORS];
+  uint32_t m = p::ballot(p::FULL, slot != EP_NONE);
+#pragma unroll 1
+  for (bool first = true; m; first = false) {
+    uint4 x[EP_LL_SLOT_BATCH][EP_STRIP_VECTORS];
     uint32_t n = m;
 #pragma unroll
-    for (int b = 0; b < EP_LL_PUSH_BATCH; b++) {
+    for (int b = 0; b < EP_LL_SLOT_BATCH; b++) {
       if (n) {
         ep_ll_load(ep_ll_input(c, a, p::shfl(p::FULL, slot, p::ffs(n) - 1), strip), bytes, x[b]);
         n &= n - 1;
       }
     }
-    if (!known) { /* the first slots are on their way */
-      bool ok = slot == EP_NONE ||
-                ep_wait_word(a.group, words + p::lane(), op.gen, EP_PHASE_COMBINE_ROWS, s, &weight);
-      if (p::ballot(p::FULL, !ok))
-        return false;
-      known = true;
-    }
+    if (first && p::ballot(p::FULL, !known(weight)))
+      return false;
 #pragma unroll
-    for (int b = 0; b < EP_LL_PUSH_BATCH; b++) {
+    for (int b = 0; b < EP_LL_SLOT_BATCH; b++) {
       if (m) {
         ep_ll_sum_fma(c, sum, x[b], p::as_float(p::shfl(p::FULL, weight, p::ffs(m) - 1)));
         m &= m - 1;
@@ -144,7 +138,13 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, co
       ep_ll_load(ep_ll_input(c, a, s * B + j, strip), bytes, v);
     } else {
       uint32_t slot = p::lane() < c.topk ? p::ldg<uint32_t>(recvSlot + ((uint64_t)s * B + j) * c.topk + p::lane()) : EP_NONE;
-      if (!ep_ll_weigh(c, a, op, s, token, slot, strip, v))
+      const uint64_t *words = (const uint64_t *)(ep_window(a.group, me) + a.window.weights) +
+                              ep_ll_weight_word(c, op, B, s) + (uint64_t)token * c.topk;
+      auto known = [&](uint32_t &weight) {
+        return slot == EP_NONE ||
+               ep_wait_word(a.group, words + p::lane(), op.gen, EP_PHASE_COMBINE_ROWS, s, &weight);
+      };
+      if (!ep_ll_weigh(c, a, slot, strip, known, v))
         return;
     }
     ep_ll_to_units(buffer, op.gen, v, u);
@@ -155,107 +155,76 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, co
 
 /* ---- Reduce -------------------------------------------------------------------------------------------------------- */
 
-/* Rows that enter a token's sum, one a lane, and the order in which they do. */
-struct epLlParts {
-  uint32_t count;    /* rows */
-  uint32_t order;    /* of the lane's row; EP_NONE: the lane has none */
-  uint32_t owner;    /* whose it is */
-  uint64_t address;  /* of the lane's row: this rank's input, or another's staged units */
-  uint32_t weight;   /* of a local row, 3-D */
-  uint32_t local;    /* lanes with rows of this rank */
-  uint32_t localEnd; /* order of the last of them: there their sum is rounded and enters */
-};
+/* A warp: this rank's own share of token t, as its row would come from another rank. `row`: of the input, of the lane's k,
+ * or EP_NONE. */
+template <class C>
+DEV void ep_ll_share(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t row, uint32_t strip, uint4 *out) {
+  if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR) {
+    uint32_t from = p::ffs(p::ballot(p::FULL, row != EP_NONE)) - 1;
+    ep_ll_load(ep_ll_input(c, a, p::shfl(p::FULL, row, from), strip), ep_ll_bytes(c, strip), out);
+    return;
+  }
+  uint32_t mine = row == EP_NONE ? 0 : p::as_u32(p::ldg<float>(a.weights + (uint64_t)t * c.topk + p::lane()));
+  auto known = [&](uint32_t &weight) {
+    weight = mine;
+    return true;
+  };
+  ep_ll_weigh(c, a, row, strip, known, out);
+}
 
 DEV const uint8_t *ep_ll_from(uint64_t address, uint32_t lane) {
   uint32_t lo = p::shfl(p::FULL, (uint32_t)address, lane), hi = p::shfl(p::FULL, (uint32_t)(address >> 32), lane);
   return (const uint8_t *)((uint64_t)hi << 32 | lo);
 }
 
-template <class C>
-DEV void ep_ll_parts(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, epLlParts &q) {
-  uint32_t l = p::lane(), me = a.group.rank, locals = c.experts / c.ranks, B = a.group.maxTokens, row = EP_NONE;
-  uint64_t at = (uint64_t)t * c.topk + l;
-  int32_t e = l < c.topk ? p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + at) : -1;
-  uint32_t owner = e >= 0 ? (uint32_t)e / locals : EP_NONE;
-  uint32_t mates = p::match_any(p::FULL, e >= 0 ? owner : ep_lone_key());
-  bool last = e >= 0 && (mates >> l) == 1; /* highest k of its rank */
-  q.weight = 0;
-  q.owner = owner;
-  if (owner == me) {
-    uint32_t j = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.sendRow) + t);
-    if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR) {
-      row = last ? me * B + j : EP_NONE;
-    } else {
-      row = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) + ((uint64_t)me * B + j) * c.topk + l);
-      q.weight = p::as_u32(p::ldg<float>(a.weights + at));
-    }
-  }
-  q.local = p::ballot(p::FULL, row != EP_NONE);
-  uint32_t ends = p::ballot(p::FULL, last), localEnd = p::ballot(p::FULL, last && owner == me);
-  uint32_t remote = ends & ~localEnd;
-  /* The lane (a bit) at which a lane's row enters: its rank's highest k. */
-  uint32_t enters = owner == me ? localEnd : 1u << l;
-  q.order = p::popc(remote & (enters - 1));
-  if (owner == me)
-    q.order += p::popc(q.local & ep_lanes_below());
-  else if (localEnd < enters)
-    q.order += p::popc(q.local);
-  if (row == EP_NONE && !(remote >> l & 1))
-    q.order = EP_NONE;
-  q.count = p::popc(remote) + p::popc(q.local);
-  q.localEnd = q.local ? p::popc(remote & (localEnd - 1)) + p::popc(q.local) - 1 : EP_NONE;
-  q.address = owner == me ? (uint64_t)(a.tokens + (uint64_t)(row == EP_NONE ? 0 : row) * c.rowBytes)
-                          : (uint64_t)(ep_window(a.group, me) +
-                                       (owner == EP_NONE ? 0 : epLlStageRow(&a.window, c.ranks, B, op.gen, me, owner, t)));
-}
-
 /* A warp: one strip of token t. False: gave up. */
 template <class C>
 DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip) {
-  uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE);
-  uint32_t wanted = ep_ll_wanted(bytes);
-  bool weighted = c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
-  epLlParts q;
-  epLlSum sum, own;
-  ep_ll_parts(c, a, op, t, q);
+  uint32_t l = p::lane(), me = a.group.rank, B = a.group.maxTokens, row = EP_NONE;
+  uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE), wanted = ep_ll_wanted(bytes);
+  int32_t e = l < c.topk ? p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l) : -1;
+  uint32_t owner = e >= 0 ? (uint32_t)e / (c.experts / c.ranks) : EP_NONE;
+  uint32_t mates = p::match_any(p::FULL, e >= 0 ? owner : ep_lone_key());
+  bool last = e >= 0 && (mates >> l) == 1; /* highest k of its rank: there the rank's sum enters */
+  uint32_t ends = p::ballot(p::FULL, last), own = p::ballot(p::FULL, last && owner == me);
+  uint64_t address = 0;
+  if (owner == me) {
+    uint32_t j = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.sendRow) + t);
+    if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
+      row = last ? me * B + j : EP_NONE;
+    else
+      row = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) + ((uint64_t)me * B + j) * c.topk + l);
+  } else if (last) {
+    address = (uint64_t)(ep_window(a.group, me) + epLlStageRow(&a.window, c.ranks, B, op.gen, me, owner, t));
+  }
+  uint4 share[EP_STRIP_VECTORS];
+  if (own)
+    ep_ll_share(c, a, t, row, strip, share);
+  epLlSum sum;
   ep_ll_sum_zero(sum);
-  ep_ll_sum_zero(own);
-  for (uint32_t n = 0; n < q.count; n += EP_LL_REDUCE_BATCH) {
-    uint4 x[EP_LL_REDUCE_BATCH][EP_STRIP_UNITS];
-    uint32_t from[EP_LL_REDUCE_BATCH];
-    const uint8_t *row[EP_LL_REDUCE_BATCH];
+#pragma unroll 1
+  for (uint32_t m = ends; m;) {
+    uint4 x[EP_LL_ROW_BATCH][EP_STRIP_UNITS];
+    uint32_t n = m;
 #pragma unroll
-    for (uint32_t b = 0; b < EP_LL_REDUCE_BATCH; b++) {
-      from[b] = p::ffs(p::ballot(p::FULL, q.order == n + b)) - 1;
-      if (n + b >= q.count)
-        continue;
-      row[b] = ep_ll_from(q.address, from[b]);
-      if (q.local >> from[b] & 1)
-        ep_ll_load(row[b] + strip * EP_STRIP_DATA, bytes, x[b]);
-      else
-        ep_ll_look<EP_STRIP_UNITS>(op, wanted, ep_ll_unit_at(row[b], strip), x[b]);
+    for (int b = 0; b < EP_LL_ROW_BATCH; b++) {
+      if (n && (n & (0u - n)) != own)
+        ep_ll_look<EP_STRIP_UNITS>(op, wanted, ep_ll_unit_at(ep_ll_from(address, p::ffs(n) - 1), strip), x[b]);
+      n &= n - 1;
     }
 #pragma unroll
-    for (uint32_t b = 0; b < EP_LL_REDUCE_BATCH; b++) {
-      if (n + b >= q.count)
-        continue;
-      if (q.local >> from[b] & 1) {
-        if (!weighted) { /* one row, rounded already */
-          ep_ll_sum_add(c, sum, x[b]);
-          continue;
-        }
-        ep_ll_sum_fma(c, own, x[b], p::as_float(p::shfl(p::FULL, q.weight, from[b])));
-        if (n + b == q.localEnd) {
-          ep_ll_sum_round(c, own, x[b]);
-          ep_ll_sum_add(c, sum, x[b]);
-        }
-        continue;
+    for (int b = 0; b < EP_LL_ROW_BATCH; b++) {
+      if (m && (m & (0u - m)) == own) {
+        ep_ll_sum_add(c, sum, share);
+      } else if (m) {
+        uint32_t from = p::ffs(m) - 1;
+        if (!ep_ll_settle<EP_STRIP_UNITS>(c, a.group, op, EP_PHASE_COMBINE_ROWS, p::shfl(p::FULL, owner, from),
+                                          ep_ll_unit_at(ep_ll_from(address, from), strip), x[b]))
+          return false;
+        ep_ll_to_vectors(buffer, x[b], x[b]);
+        ep_ll_sum_add(c, sum, x[b]);
       }
-      if (!ep_ll_settle<EP_STRIP_UNITS>(c, a.group, op, EP_PHASE_COMBINE_ROWS, p::shfl(p::FULL, q.owner, from[b]),
-                                        ep_ll_unit_at(row[b], strip), x[b]))
-        return false;
-      ep_ll_to_vectors(buffer, x[b], x[b]);
-      ep_ll_sum_add(c, sum, x[b]);
+      m &= m - 1;
     }
   }
   uint4 out[EP_STRIP_VECTORS];
