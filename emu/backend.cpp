@@ -73,7 +73,7 @@ static ncclResult_t topology(epBackend *be, epTopology *out) {
   out->arch = 0;
   out->numSms = int(f.numSms);
   out->smemPerBlock = SMEM_PER_BLOCK;
-  out->bulkCopies = 1;
+  out->bulkCopies = !f.noBulkCopies;
   return c.rc;
 }
 

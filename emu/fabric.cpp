@@ -50,8 +50,8 @@ static EngineOptions engineOptions(int ranks, const ncclEpEmuOptions_t &o) {
 }
 
 Fabric::Fabric(int out, int up, const ncclEpEmuOptions_t &o)
-    : scaleOut(out), scaleUp(up), numSms(o.num_sms), bug(o.bug), ranks(size_t(out) * size_t(up)),
-      engine(engineOptions(out * up, o)) {
+    : scaleOut(out), scaleUp(up), numSms(o.num_sms), bug(o.bug), noBulkCopies(o.no_bulk_copies),
+      ranks(size_t(out) * size_t(up)), engine(engineOptions(out * up, o)) {
   lastCall = idleSince = Clock_::now();
   for (size_t r = 0; r < ranks.size(); r++) {
     ranks[r].thread = std::this_thread::get_id();

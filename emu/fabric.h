@@ -60,6 +60,7 @@ public:
 
   const int scaleOut, scaleUp;
   const u32 numSms, bug;
+  const bool noBulkCopies;
   std::vector<Rank> ranks;
   Engine engine;
 

@@ -25,7 +25,8 @@ const char *ncclEpGetLastErrorString(void);
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  int code;              /* 0 none, 1 a wait timed out, 2 aborted, 3 a topk_idx was out of range, 4 overflow */
+  int code;              /* 0 none, 1 a wait timed out, 2 aborted, 3 a topk_idx was out of range, 4 overflow,
+                          * 5 ranks updated with different top-k or layout */
   int rank;              /* this rank */
   int peer;              /* rank waited for, or -1 */
   unsigned int expected; /* generation or count expected; rows needed for code 4 */
@@ -214,6 +215,7 @@ typedef struct {
   unsigned int num_sms;        /* resident blocks of a rank, default 8 */
   unsigned int bug;            /* planted fault in the kernels, 0 none: tests of the emulator itself */
   unsigned int no_weak_memory; /* 1: only random scheduling, for comparison */
+  unsigned int no_bulk_copies; /* 1: kernels as on SM80, without bulk copies */
 } ncclEpEmuOptions_t;
 #define NCCL_EP_EMU_OPTIONS_INIT NCCL_EP_STRUCT_INIT(ncclEpEmuOptions_t, NCCL_EP_MAGIC)
 

@@ -212,6 +212,7 @@ static int openEmulated(epFabric *fabric) {
   options.num_sms = fabric->options.emuSms;
   options.bug = fabric->options.emuBug;
   options.no_weak_memory = fabric->options.emuPlain;
+  options.no_bulk_copies = fabric->options.emuNoBulk;
   rc = ncclEpEmuCommInitAll(comms, (int)fabric->options.scaleOut, (int)fabric->options.scaleUp, &options);
   for (int r = 0; r < fabric->ranks && rc == ncclSuccess; r++) {
     fabric->ports[r].comm = comms[r];

@@ -19,6 +19,7 @@ typedef struct epFabricOptions {
   unsigned long long seed;    /* of the emulated schedule */
   unsigned emuSms, emuBug;
   unsigned emuPlain;  /* no weak memory */
+  unsigned emuNoBulk; /* kernels as on SM80 */
   unsigned timeoutMs; /* of the group; the host waits a little longer */
 } epFabricOptions;
 
