@@ -42,7 +42,8 @@ template <class C> DEV epRouteLane ep_route_lane(const C c, const epUpdateArgs &
       p::st_relaxed_sys(&a.group.error->badIndexToken, r.token);
       p::st_relaxed_sys(&a.group.error->badIndexK, r.k);
       p::st_relaxed_sys(&a.group.error->badIndexValue, (uint32_t)e);
-      p::st_release_sys(&a.group.error->badIndexCode, 1);
+      p::st_relaxed_sys(&a.group.error->badIndexHigh, (uint32_t)((uint64_t)e >> 32));
+      p::st_release_sys(&a.group.error->badIndexCode, 2);
     }
   }
   r.owner = r.expert / locals;
