@@ -9,7 +9,8 @@ enum {
   EP_KERNEL_UPDATE = 0,
   EP_KERNEL_DISPATCH,
   EP_KERNEL_COMBINE,
-  EP_KERNEL_LL_DISPATCH, /* low latency: arguments and sizes are in ll_layout.h */
+  EP_KERNEL_LL_UPDATE, /* low latency: arguments and sizes are in ll_layout.h */
+  EP_KERNEL_LL_DISPATCH,
   EP_KERNEL_LL_COMBINE,
   EP_KERNEL_COUNT
 };

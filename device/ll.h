@@ -16,16 +16,36 @@
 /* What a block knows of its operation. `ticket`: blocks that had read the generation before this one (thread 0). */
 struct epLlOp {
   uint32_t gen, ticket;
+  uint32_t tokens; /* of this rank */
 };
 
-/* Whole block. */
-DEV epLlOp ep_ll_begin(const epGroupArgs &g) {
+/* Shared memory: words, window addresses, rows by source. */
+DEV uint32_t ep_ll_word(uint32_t i) { return p::smem_base() + EP_VERDICT_BYTES + 4 * i; }
+DEV uint32_t ep_ll_window_at(uint32_t rank) { return ep_ll_word(EP_LL_BEGIN_WORDS) + 8 * rank; }
+DEV uint8_t *ep_ll_window(uint32_t rank) { return (uint8_t *)p::lds<uint64_t>(ep_ll_window_at(rank)); }
+template <class C> DEV uint32_t ep_ll_source_rows(const C c, uint32_t s) {
+  return p::lds<uint32_t>(ep_ll_window_at(c.ranks) + 4 * s);
+}
+
+/* Whole block: what every block needs of memory, in one trip. `recvCount`: rows by source, NULL where they are not known. */
+template <class C>
+DEV epLlOp ep_ll_begin(const C c, const epGroupArgs &g, const epRecordHeader *h, uint32_t given, const uint32_t *recvCount) {
   epLlOp op;
   epGroupState *state = ep_state(g);
+  for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
+    p::sts<uint64_t>(ep_ll_window_at(r), p::ldg<uint64_t>(g.windows + r));
+    if (recvCount)
+      p::sts<uint32_t>(ep_ll_window_at(c.ranks) + 4 * r, p::ldg<uint32_t>(recvCount + r));
+  }
+  if (p::tid() == c.threads - 1) {
+    uint32_t held = p::ldg<uint32_t>(&h->tokens);
+    p::sts<uint32_t>(ep_ll_word(1), held < given ? held : given);
+  }
   if (p::tid() == 0)
-    p::sts<uint32_t>(p::smem_base() + 8, p::ld_relaxed_sys(&state->stageGen) + 1);
+    p::sts<uint32_t>(ep_ll_word(0), p::ld_relaxed_sys(&state->stageGen) + 1);
   p::sync_threads();
-  op.gen = p::lds<uint32_t>(p::smem_base() + 8);
+  op.gen = p::lds<uint32_t>(ep_ll_word(0));
+  op.tokens = p::lds<uint32_t>(ep_ll_word(1));
   op.ticket = p::tid() == 0 ? p::atomic_add(&state->stageDone, 1) : 0;
   return op;
 }
@@ -39,17 +59,18 @@ DEV void ep_ll_end(const epGroupArgs &g, const epLlOp &op, uint32_t blocks) {
   p::st_relaxed_sys(&state->stageGen, op.gen);
 }
 
-/* The last block, at its start (a release stalls where rows are being stored): every peer may know that what this rank did before is finished. */
+/* The last block, at its start (a release stalls where rows are being stored): every peer may know that what this rank did
+ * before is finished. */
 template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op) {
   for (uint32_t r = p::tid(); r < c.ranks; r += c.threads)
     if (r != g.rank)
-      p::st_release_sys((uint32_t *)(ep_window(g, r) + w.hello) + g.rank, op.gen);
+      p::st_release_sys((uint32_t *)(ep_ll_window(r) + w.hello) + g.rank, op.gen);
 }
 
 /* The same block, at its end. */
 template <class C>
 DEV void ep_ll_greeted(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op, uint32_t phase) {
-  const uint32_t *hello = (const uint32_t *)(ep_window(g, g.rank) + w.hello);
+  const uint32_t *hello = (const uint32_t *)(ep_ll_window(g.rank) + w.hello);
   for (uint32_t r = p::tid(); r < c.ranks && c.bug != EP_BUG_NO_CREDIT; r += c.threads)
     if (r != g.rank && !ep_wait_flag(g, hello + r, op.gen, phase, r))
       return;

@@ -81,7 +81,7 @@ template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs 
     int32_t e = p::ldg<int32_t>(topk + i);
     uint32_t w = p::as_u32(p::ldg<float>(a.weights + i)), owner = (uint32_t)e / (c.experts / c.ranks);
     if (e >= 0 && owner != a.group.rank)
-      p::st_relaxed_sys((uint64_t *)(ep_window(a.group, owner) + a.window.weights) +
+      p::st_relaxed_sys((uint64_t *)(ep_ll_window(owner) + a.window.weights) +
                             ep_ll_weight_word(c, op, a.group.maxTokens, a.group.rank) + i,
                         (uint64_t)op.gen << 32 | w);
   }
@@ -123,14 +123,18 @@ DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, uint32_t slot, uint32_
 template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, const epLlOp &op) {
   uint32_t warps = a.pushBlocks * (c.threads / 32), index = p::bid() * (c.threads / 32) + p::warp(), me = a.group.rank;
   uint32_t strips = epLlStrips(c.rowBytes), B = a.group.maxTokens, buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE);
-  const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
   const uint32_t *recvToken = (const uint32_t *)(a.record + a.recordLayout.recvToken);
   const uint32_t *recvSlot = (const uint32_t *)(a.record + a.recordLayout.recvSlot);
-  uint64_t items = (uint64_t)ep_most_rows(c, recvCount) * (c.ranks - 1) * strips;
+  uint32_t most = 0;
+  for (uint32_t s = 0; s < c.ranks; s++) {
+    uint32_t n = s == me ? 0 : ep_ll_source_rows(c, s);
+    most = n > most ? n : most;
+  }
+  uint64_t items = (uint64_t)most * (c.ranks - 1) * strips;
   for (uint64_t i = index; i < items; i += warps) {
     uint32_t strip = (uint32_t)(i % strips), q = (uint32_t)(i / strips), j = q / (c.ranks - 1);
     uint32_t s = (me + 1 + q % (c.ranks - 1)) % c.ranks, bytes = ep_ll_bytes(c, strip);
-    if (j >= p::ldg<uint32_t>(recvCount + s))
+    if (j >= ep_ll_source_rows(c, s))
       continue;
     uint32_t token = p::ldg<uint32_t>(recvToken + (uint64_t)s * B + j);
     uint4 v[EP_STRIP_VECTORS], u[EP_STRIP_UNITS];
@@ -138,7 +142,7 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, co
       ep_ll_load(ep_ll_input(c, a, s * B + j, strip), bytes, v);
     } else {
       uint32_t slot = p::lane() < c.topk ? p::ldg<uint32_t>(recvSlot + ((uint64_t)s * B + j) * c.topk + p::lane()) : EP_NONE;
-      const uint64_t *words = (const uint64_t *)(ep_window(a.group, me) + a.window.weights) +
+      const uint64_t *words = (const uint64_t *)(ep_ll_window(me) + a.window.weights) +
                               ep_ll_weight_word(c, op, B, s) + (uint64_t)token * c.topk;
       auto known = [&](uint32_t &weight) {
         return slot == EP_NONE ||
@@ -148,7 +152,7 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, co
         return;
     }
     ep_ll_to_units(buffer, op.gen, v, u);
-    ep_ll_send(ep_window(a.group, s) + epLlStageRow(&a.window, c.ranks, B, op.gen, s, me, token) + strip * EP_STRIP_BYTES,
+    ep_ll_send(ep_ll_window(s) + epLlStageRow(&a.window, c.ranks, B, op.gen, s, me, token) + strip * EP_STRIP_BYTES,
                bytes, u);
   }
 }
@@ -195,7 +199,7 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
     else
       row = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) + ((uint64_t)me * B + j) * c.topk + l);
   } else if (last) {
-    address = (uint64_t)(ep_window(a.group, me) + epLlStageRow(&a.window, c.ranks, B, op.gen, me, owner, t));
+    address = (uint64_t)(ep_ll_window(me) + epLlStageRow(&a.window, c.ranks, B, op.gen, me, owner, t));
   }
   uint4 share[EP_STRIP_VECTORS];
   if (own)
@@ -241,18 +245,19 @@ template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a
 }
 
 template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
-  epLlOp op = ep_ll_begin(a.group);
-  uint32_t held = p::ldg<uint32_t>(&((const epRecordHeader *)(a.record + a.recordLayout.header))->tokens);
-  uint32_t tokens = held < a.numTokens ? held : a.numTokens;
+  p::grid_wait();
+  epLlOp op = ep_ll_begin(c, a.group, (const epRecordHeader *)(a.record + a.recordLayout.header), a.numTokens,
+                          (const uint32_t *)(a.record + a.recordLayout.recvCount));
   bool last = p::bid() == a.blocks - 1;
+  p::grid_launch();
   if (p::bid() < a.pushBlocks) {
     if (p::bid() == 0 && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
-      ep_ll_send_weights(c, a, op, tokens);
+      ep_ll_send_weights(c, a, op, op.tokens);
     ep_ll_return(c, a, op);
   } else {
     if (last)
       ep_ll_greet(c, a.group, a.window, op);
-    ep_ll_reduce_all(c, a, op, tokens);
+    ep_ll_reduce_all(c, a, op, op.tokens);
     if (last)
       ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_COMBINE_CREDIT);
   }

@@ -22,24 +22,25 @@
 /* What one lane knows of its (token, k), 32 / K tokens at a time. */
 struct epLlRoute {
   uint32_t token, k, expert, owner;
-  bool inside, valid, bad, first;           /* inside: a real (t, k); first: first k of its token at this owner */
+  bool inside, valid, first;                /* inside: a real (t, k); first: first k of its token at this owner */
   uint32_t expertMask, mates, rankMask;     /* lanes with the same expert; of the same token and owner; first lanes of the owner */
 };
 
-template <class C> DEV epLlRoute ep_ll_route(const C c, const epLlDispatchArgs &a, uint32_t t, uint32_t end) {
+/* The lane's decision, asked for: nothing waits for the answer yet. */
+template <class C> DEV int32_t ep_ll_decision(const C c, const epLlDispatchArgs &a, uint32_t t, uint32_t end) {
+  uint32_t sub = p::lane() / c.topk;
+  if (sub >= 32 / c.topk || t + sub >= end)
+    return -1;
+  return p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + p::lane());
+}
+
+template <class C> DEV epLlRoute ep_ll_route(const C c, uint32_t t, uint32_t end, int32_t e) {
   epLlRoute r;
   uint32_t sub = p::lane() / c.topk;
   r.token = t + sub;
   r.k = p::lane() % c.topk;
   r.inside = sub < 32 / c.topk && r.token < end;
-  int64_t e = -1;
-  if (r.inside) {
-    uint64_t at = (uint64_t)r.token * c.topk + r.k;
-    e = c.indexBytes == 8 ? p::ldg<int64_t>((const int64_t *)a.topkIdx + at)
-                          : (int64_t)p::ldg<int32_t>((const int32_t *)a.topkIdx + at);
-  }
-  r.valid = e >= 0 && e < (int64_t)c.experts;
-  r.bad = !r.valid && e != -1;
+  r.valid = e >= 0 && e < (int32_t)c.experts;
   r.expert = (uint32_t)e;
   r.owner = r.valid ? r.expert / (c.experts / c.ranks) : 0;
   r.expertMask = p::match_any(p::FULL, r.valid ? r.expert : ep_lone_key());
@@ -50,13 +51,16 @@ template <class C> DEV epLlRoute ep_ll_route(const C c, const epLlDispatchArgs &
 }
 
 /* Shared memory: column i (experts, then ranks) of the block's sums, and of warp w's histogram; then own places. */
-DEV uint32_t ep_ll_sum(uint32_t i) { return p::smem_base() + EP_VERDICT_BYTES + 4 * i; }
+template <class C> DEV uint32_t ep_ll_sum(const C c, uint32_t i) {
+  epConfig plain = ep_plain_config(c);
+  return p::smem_base() + epLlBeginSmem(&plain) + 4 * i;
+}
 template <class C> DEV uint32_t ep_ll_hist(const C c, uint32_t w, uint32_t i) {
-  return ep_ll_sum((1 + w) * (c.experts + c.ranks) + i);
+  return ep_ll_sum(c, (1 + w) * (c.experts + c.ranks) + i);
 }
 /* Of own token i and its k: the entry, and row and owner. */
 template <class C> DEV uint32_t ep_ll_own(const C c, uint32_t i, uint32_t k) {
-  return ep_ll_sum((1 + c.threads / 32) * (c.experts + c.ranks)) + 8 * (i * c.topk + k);
+  return ep_ll_sum(c, (1 + c.threads / 32) * (c.experts + c.ranks)) + 8 * (i * c.topk + k);
 }
 #define EP_OWN(row, owner) ((uint32_t)(owner) << EP_ENTRY_POS_BITS | (uint32_t)(row))
 
@@ -70,8 +74,11 @@ template <class C> DEV void ep_ll_count(const C c, const epLlDispatchArgs &a, ui
   for (uint32_t i = p::lane(); i < columns; i += 32)
     p::sts<uint32_t>(ep_ll_hist(c, w, i), 0);
   p::sync_warp();
+  int32_t e = ep_ll_decision(c, a, from + w * each, to);
   for (uint32_t t = from + w * each; t < to; t += warps * each) {
-    epLlRoute r = ep_ll_route(c, a, t, to);
+    int32_t now = e;
+    e = ep_ll_decision(c, a, t + warps * each, to);
+    epLlRoute r = ep_ll_route(c, t, to, now);
     if (r.valid && (r.expertMask & ep_lanes_below()) == 0)
       ep_ll_add(ep_ll_hist(c, w, r.expert), p::popc(r.expertMask));
     if (r.first && (r.rankMask & ep_lanes_below()) == 0)
@@ -80,53 +87,37 @@ template <class C> DEV void ep_ll_count(const C c, const epLlDispatchArgs &a, ui
   }
   p::sync_threads();
   for (uint32_t i = p::tid(); i < columns; i += c.threads) {
-    uint32_t sum = p::lds<uint32_t>(ep_ll_sum(i));
+    uint32_t sum = p::lds<uint32_t>(ep_ll_sum(c, i));
     for (uint32_t v = 0; v < warps; v++)
       sum += p::lds<uint32_t>(ep_ll_hist(c, v, i));
-    p::sts<uint32_t>(ep_ll_sum(i), sum);
+    p::sts<uint32_t>(ep_ll_sum(c, i), sum);
   }
   p::sync_threads();
 }
 
-/* One report an operation: the word remembers the generation of the last. */
-DEV void ep_ll_bad_index(const epLlDispatchArgs &a, const epLlOp &op, const epLlRoute &r) {
-  uint32_t *claimed = &ep_state(a.group)->indexClaimed, before = p::ld_relaxed_sys(claimed);
-  if (before == op.gen || p::atomic_cas(claimed, before, op.gen) != before)
-    return;
-  p::st_relaxed_sys(&a.group.error->badIndexToken, r.token);
-  p::st_relaxed_sys(&a.group.error->badIndexK, r.k);
-  p::st_relaxed_sys(&a.group.error->badIndexValue, r.expert);
-  p::st_release_sys(&a.group.error->badIndexCode, 1);
-}
-
-/* One warp: places the block's own tokens in order, moves the sums past them, and keeps what combine needs. */
-template <class C>
-DEV void ep_ll_place(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t t0, uint32_t t1) {
+/* One warp: places the block's own tokens in order, moves the sums past them, and keeps what combine needs. `e`: the decision
+ * for the first of them. */
+template <class C> DEV void ep_ll_place(const C c, const epLlDispatchArgs &a, uint32_t t0, uint32_t t1, int32_t e) {
   uint32_t below = ep_lanes_below(), locals = c.experts / c.ranks;
-  int32_t *topk = (int32_t *)(a.record + a.recordLayout.topk);
   for (uint32_t t = t0; t < t1; t += 32 / c.topk) {
-    epLlRoute r = ep_ll_route(c, a, t, t1);
+    epLlRoute r = ep_ll_route(c, t, t1, t == t0 ? e : ep_ll_decision(c, a, t, t1));
     uint32_t pos = 0, row = 0;
     if (r.valid)
-      pos = p::lds<uint32_t>(ep_ll_sum(r.expert)) + p::popc(r.expertMask & below);
+      pos = p::lds<uint32_t>(ep_ll_sum(c, r.expert)) + p::popc(r.expertMask & below);
     if (r.first)
-      row = p::lds<uint32_t>(ep_ll_sum(c.experts + r.owner)) + p::popc(r.rankMask & below);
+      row = p::lds<uint32_t>(ep_ll_sum(c, c.experts + r.owner)) + p::popc(r.rankMask & below);
     p::sync_warp();
     if (r.valid && (r.expertMask & below) == 0)
-      p::sts<uint32_t>(ep_ll_sum(r.expert), pos + p::popc(r.expertMask));
+      p::sts<uint32_t>(ep_ll_sum(c, r.expert), pos + p::popc(r.expertMask));
     if (r.first && (r.rankMask & below) == 0)
-      p::sts<uint32_t>(ep_ll_sum(c.experts + r.owner), row + p::popc(r.rankMask));
+      p::sts<uint32_t>(ep_ll_sum(c, c.experts + r.owner), row + p::popc(r.rankMask));
     row = p::shfl(p::FULL, row, r.valid ? p::ffs(r.mates) - 1 : 0);
     if (r.inside) {
       uint32_t own = ep_ll_own(c, r.token - t0, r.k);
       p::sts<uint32_t>(own, r.valid ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
       p::sts<uint32_t>(own + 4, r.valid ? EP_OWN(row, r.owner) : EP_NONE);
-      if ((const void *)topk != a.topkIdx) /* a record that was found has them already */
-        p::stg<int32_t>(topk + (uint64_t)r.token * c.topk + r.k, r.valid ? (int32_t)r.expert : -1);
       if (r.first && r.owner == a.group.rank)
         p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.sendRow) + r.token, row);
-      if (r.bad)
-        ep_ll_bad_index(a, op, r);
     }
     p::sync_warp();
   }
@@ -137,33 +128,18 @@ template <class C> DEV void ep_ll_send_counts(const C c, const epLlDispatchArgs 
   uint32_t locals = c.experts / c.ranks;
   for (uint32_t i = p::tid(); i < c.experts + c.ranks; i += c.threads) {
     uint32_t dst = i < c.experts ? i / locals : i - c.experts, word = i < c.experts ? i % locals : locals;
-    uint64_t *counts = (uint64_t *)(ep_window(a.group, dst) + a.window.counts);
+    uint64_t *counts = (uint64_t *)(ep_ll_window(dst) + a.window.counts);
     p::st_relaxed_sys(counts + (uint64_t)((op.gen & 1) * c.ranks + a.group.rank) * (locals + 1) + word,
-                      (uint64_t)op.gen << 32 | p::lds<uint32_t>(ep_ll_sum(i)));
+                      (uint64_t)op.gen << 32 | p::lds<uint32_t>(ep_ll_sum(c, i)));
   }
-}
-
-/* One thread: what the record is, for whoever finds it. */
-template <class C> DEV void ep_ll_header(const C c, const epLlDispatchArgs &a, const epLlOp &op) {
-  epRecordHeader *h = (epRecordHeader *)(a.record + a.recordLayout.header);
-  p::stg<uint32_t>(&h->magic, EP_RECORD_MAGIC);
-  p::stg<uint32_t>(&h->version, EP_RECORD_VERSION);
-  p::stg<uint32_t>(&h->ranks, c.ranks);
-  p::stg<uint32_t>(&h->experts, c.experts);
-  p::stg<uint32_t>(&h->topk, c.topk);
-  p::stg<uint32_t>(&h->maxTokens, a.group.maxTokens);
-  p::stg<uint32_t>(&h->rank, a.group.rank);
-  p::stg<uint32_t>(&h->layout, c.layout);
-  p::stg<uint32_t>(&h->align, 0);
-  p::stg<uint32_t>(&h->tokens, a.numTokens);
-  p::stg<uint32_t>(&h->generation, op.gen);
 }
 
 /* ---- Push ---------------------------------------------------------------------------------------------------------- */
 
-/* Two strips of a token's row. */
+/* Two strips of a token's row; with the first piece, the weight of the lane's k. */
 struct epLlPiece {
   uint4 v[EP_LL_PIECE_STRIPS][EP_STRIP_VECTORS];
+  uint32_t weight;
 };
 
 template <class C> DEV void ep_ll_load_piece(const C c, const uint8_t *row, uint32_t piece, epLlPiece &x) {
@@ -172,6 +148,13 @@ template <class C> DEV void ep_ll_load_piece(const C c, const uint8_t *row, uint
     uint32_t strip = piece * EP_LL_PIECE_STRIPS + s;
     ep_ll_load(row + strip * EP_STRIP_DATA, ep_ll_bytes(c, strip), x.v[s]);
   }
+}
+
+template <class C> DEV void ep_ll_load_own(const C c, const epLlDispatchArgs &a, uint32_t t, uint32_t piece, epLlPiece &x) {
+  ep_ll_load_piece(c, a.tokens + (uint64_t)t * c.rowBytes, piece, x);
+  x.weight = 0;
+  if (c.weights && piece == 0 && p::lane() < c.topk)
+    x.weight = p::as_u32(p::ldg<float>(a.weights + (uint64_t)t * c.topk + p::lane()));
 }
 
 /* Head of own token t for rank `dst`: its units, one a lane. `entry`: of the lane's k, EP_NONE where it goes elsewhere. */
@@ -186,7 +169,7 @@ DEV void ep_ll_send_head(const C c, const epLlDispatchArgs &a, const epLlOp &op,
     word[i] = w == 0 ? t : w <= c.topk ? e : x;
   }
   if (l < epLlHeadUnits(c.topk))
-    p::st_relaxed_sys128(ep_window(a.group, dst) + epLlHead(&a.window, c.ranks, a.group.maxTokens, op.gen, a.group.rank, row) + 16 * l,
+    p::st_relaxed_sys128(ep_ll_window(dst) + epLlHead(&a.window, c.ranks, a.group.maxTokens, op.gen, a.group.rank, row) + 16 * l,
                          ep_ll_unit(op.gen, word[0], word[1], word[2]));
 }
 
@@ -195,18 +178,16 @@ template <class C>
 DEV void ep_ll_send_piece(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t t0, uint32_t i, uint32_t piece,
                           const epLlPiece &x) {
   uint32_t l = p::lane(), me = a.group.rank, buffer = ep_ll_buffer(c, EP_KERNEL_LL_DISPATCH);
-  uint32_t entry = EP_NONE, own = EP_NONE, weight = 0;
+  uint32_t entry = EP_NONE, own = EP_NONE;
   if (l < c.topk) {
     entry = p::lds<uint32_t>(ep_ll_own(c, i, l));
     own = p::lds<uint32_t>(ep_ll_own(c, i, l) + 4);
-    if (c.weights && piece == 0)
-      weight = p::as_u32(p::ldg<float>(a.weights + (uint64_t)(t0 + i) * c.topk + l));
   }
   uint32_t mates = p::match_any(p::FULL, own != EP_NONE ? own : ep_lone_key());
   uint32_t sends = p::ballot(p::FULL, own != EP_NONE && (mates & ep_lanes_below()) == 0);
   for (uint32_t m = piece == 0 ? sends : 0; m; m &= m - 1) {
     uint32_t to = p::shfl(p::FULL, own, p::ffs(m) - 1);
-    ep_ll_send_head(c, a, op, t0 + i, to >> EP_ENTRY_POS_BITS, EP_ENTRY_POS(to), own == to ? entry : EP_NONE, weight);
+    ep_ll_send_head(c, a, op, t0 + i, to >> EP_ENTRY_POS_BITS, EP_ENTRY_POS(to), own == to ? entry : EP_NONE, x.weight);
   }
   uint32_t remote = p::ballot(p::FULL, (sends >> l & 1) && own >> EP_ENTRY_POS_BITS != me);
   if (!remote)
@@ -220,7 +201,7 @@ DEV void ep_ll_send_piece(const C c, const epLlDispatchArgs &a, const epLlOp &op
     ep_ll_to_units(buffer, op.gen, x.v[s], u);
     for (uint32_t m = remote; m; m &= m - 1) {
       uint32_t to = p::shfl(p::FULL, own, p::ffs(m) - 1), dst = to >> EP_ENTRY_POS_BITS;
-      ep_ll_send(ep_window(a.group, dst) + strip * EP_STRIP_BYTES +
+      ep_ll_send(ep_ll_window(dst) + strip * EP_STRIP_BYTES +
                      epLlStageRow(&a.window, c.ranks, a.group.maxTokens, op.gen, dst, me, EP_ENTRY_POS(to)),
                  ep_ll_bytes(c, strip), u);
     }
@@ -228,26 +209,27 @@ DEV void ep_ll_send_piece(const C c, const epLlDispatchArgs &a, const epLlOp &op
 }
 
 template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a, const epLlOp &op) {
-  uint32_t warps = c.threads / 32, pieces = epLlPieces(c.rowBytes), T = a.numTokens;
+  uint32_t warps = c.threads / 32, pieces = epLlPieces(c.rowBytes), T = op.tokens;
   uint32_t each = (T + a.pushBlocks - 1) / a.pushBlocks, counted = 0;
   each = each < 1 ? 1 : each < EP_LL_OWN_TOKENS ? each : EP_LL_OWN_TOKENS;
   for (uint32_t i = p::tid(); i < c.experts + c.ranks; i += c.threads)
-    p::sts<uint32_t>(ep_ll_sum(i), 0);
+    p::sts<uint32_t>(ep_ll_sum(c, i), 0);
   p::sync_threads();
   for (uint32_t t0 = p::bid() * each; t0 < T || t0 == 0; t0 += a.pushBlocks * each) {
     uint32_t t1 = t0 + each < T ? t0 + each : T, items = (t1 - t0) * pieces, item = p::warp();
     epLlPiece x;
+    int32_t e = ep_ll_decision(c, a, t0, t1);
     if (item < items) /* on its way while the block counts */
-      ep_ll_load_piece(c, a.tokens + (uint64_t)(t0 + item / pieces) * c.rowBytes, item % pieces, x);
+      ep_ll_load_own(c, a, t0 + item / pieces, item % pieces, x);
     ep_ll_count(c, a, counted, t0);
     if (p::warp() == 0)
-      ep_ll_place(c, a, op, t0, t1);
+      ep_ll_place(c, a, t0, t1, e);
     p::sync_threads();
     if (t1 == T)
       ep_ll_send_counts(c, a, op);
     for (; item < items; item += warps) {
       if (item >= warps)
-        ep_ll_load_piece(c, a.tokens + (uint64_t)(t0 + item / pieces) * c.rowBytes, item % pieces, x);
+        ep_ll_load_own(c, a, t0 + item / pieces, item % pieces, x);
       ep_ll_send_piece(c, a, op, t0, item / pieces, item % pieces, x);
     }
     counted = t1;
@@ -259,9 +241,9 @@ template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a, con
 
 /* Shared memory: entry counts, later first slots, by source and local expert; then rows by source. */
 template <class C> DEV uint32_t ep_ll_first(const C c, uint32_t s, uint32_t e) {
-  return ep_ll_sum(s * (c.experts / c.ranks) + e);
+  return ep_ll_sum(c, s * (c.experts / c.ranks) + e);
 }
-template <class C> DEV uint32_t ep_ll_rows(const C c, uint32_t s) { return p::lds<uint32_t>(ep_ll_sum(c.experts + s)); }
+template <class C> DEV uint32_t ep_ll_rows(const C c, uint32_t s) { return p::lds<uint32_t>(ep_ll_sum(c, c.experts + s)); }
 
 /* The first receiving block tells the caller, and combine. */
 template <class C> DEV void ep_ll_tell_counts(const C c, const epLlDispatchArgs &a) {
@@ -282,7 +264,7 @@ template <class C> DEV void ep_ll_tell_counts(const C c, const epLlDispatchArgs 
   if (p::tid() == 0 && a.recvTotal) {
     uint32_t total = 0;
     for (uint32_t i = major ? 0 : c.experts; i < (major ? c.experts : c.experts + c.ranks); i++)
-      total += p::lds<uint32_t>(ep_ll_sum(i));
+      total += p::lds<uint32_t>(ep_ll_sum(c, i));
     ep_ll_counter(a.recvTotal, a.recvTotalWide, 0, total);
   }
 }
@@ -292,12 +274,12 @@ template <class C> DEV bool ep_ll_gather(const C c, const epLlDispatchArgs &a, c
   uint32_t locals = c.experts / c.ranks, words = locals + 1;
   bool first = p::bid() == a.pushBlocks, major = c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D, ok = true;
   bool all = major || (first && a.expertCounters);
-  const uint64_t *counts = (const uint64_t *)(ep_window(a.group, a.group.rank) + a.window.counts) +
+  const uint64_t *counts = (const uint64_t *)(ep_ll_window(a.group.rank) + a.window.counts) +
                            (uint64_t)(op.gen & 1) * c.ranks * words;
   for (uint32_t i = p::tid(); i < (all ? c.experts + c.ranks : c.ranks) && ok; i += c.threads) {
     uint32_t s = all ? i / words : i, e = all ? i % words : locals, v = 0;
     ok = ep_wait_word(a.group, counts + s * words + e, op.gen, EP_PHASE_UPDATE_COUNTS, s, &v);
-    p::sts<uint32_t>(e < locals ? ep_ll_first(c, s, e) : ep_ll_sum(c.experts + s), v);
+    p::sts<uint32_t>(e < locals ? ep_ll_first(c, s, e) : ep_ll_sum(c, c.experts + s), v);
   }
   if (!ep_block_agrees(ok))
     return false;
@@ -376,7 +358,7 @@ template <class C>
 DEV bool ep_ll_take(const C c, const epLlDispatchArgs &a, const epLlOp &op, epLlArrival &r, uint32_t piece) {
   uint32_t l = p::lane(), me = a.group.rank, B = a.group.maxTokens, buffer = ep_ll_buffer(c, EP_KERNEL_LL_DISPATCH);
   constexpr uint32_t headAt = EP_LL_PIECE_STRIPS * EP_STRIP_UNITS;
-  const uint8_t *window = ep_window(a.group, me), *head = window + epLlHead(&a.window, c.ranks, B, op.gen, r.s, r.j) + 16 * l;
+  const uint8_t *window = ep_ll_window(me), *head = window + epLlHead(&a.window, c.ranks, B, op.gen, r.s, r.j) + 16 * l;
   const uint8_t *data = window + (r.s == me ? 0 : epLlStageRow(&a.window, c.ranks, B, op.gen, me, r.s, r.j)) +
                         piece * EP_LL_PIECE_STRIPS * EP_STRIP_BYTES + 16 * l;
   uint32_t wanted = (uint32_t)(l < epLlHeadUnits(c.topk)) << headAt;
@@ -436,15 +418,20 @@ template <class C> DEV void ep_ll_take_all(const C c, const epLlDispatchArgs &a,
 }
 
 template <class C> DEV void ep_ll_dispatch(const C c, const epLlDispatchArgs &a) {
-  epLlOp op = ep_ll_begin(a.group);
+  p::grid_wait();
+  epRecordHeader *header = (epRecordHeader *)(a.record + a.recordLayout.header);
+  epLlOp op = ep_ll_begin(c, a.group, header, a.numTokens, nullptr);
   bool last = p::bid() == a.blocks - 1;
+  p::grid_launch();
   if (p::bid() < a.pushBlocks) {
     ep_ll_push(c, a, op);
   } else {
     if (last) {
       ep_ll_greet(c, a.group, a.window, op);
-      if (p::tid() == 0)
-        ep_ll_header(c, a, op);
+      if (p::tid() == 0) {
+        p::stg<uint32_t>(&header->generation, EP_LL_DISPATCHED);
+        p::st_relaxed_sys(&ep_state(a.group)->indexClaimed, 0);
+      }
     }
     if (ep_ll_gather(c, a, op))
       ep_ll_take_all(c, a, op);

@@ -15,9 +15,8 @@
  *
  * Routing record (in the handle's memory, position independent)
  *
- *   header    epRecordHeader        written by dispatch
- *   raw       [B][K] int64          topk_idx as the caller gave it, int32 or int64
- *   topk      i32 [B][K]            the same, checked: global expert or -1. From here on written by dispatch, for combine
+ *   header    epRecordHeader        written by update; generation: EP_LL_UPDATED or, after a dispatch, EP_LL_DISPATCHED
+ *   topk      i32 [B][K]            global expert of (t, k) or -1, written by update. From here on by dispatch, for combine
  *   sendRow   u32 [B]               row of token t among the rows that stay here
  *   recvCount u32 [R]               rows from rank r
  *   recvToken u32 [R][B]            token there of row j from rank r
@@ -29,6 +28,8 @@
 #include "abi.h"
 
 enum { EP_LAYOUT_KIND_RANK_MAJOR = 2, EP_LAYOUT_KIND_EXPERT_MAJOR_3D = 3 };
+
+enum { EP_LL_UPDATED = 1, EP_LL_DISPATCHED };
 
 #define EP_UNIT_DATA 12u    /* bytes of a row in a unit of 16 */
 #define EP_STRIP_DATA 1536u /* bytes of a row in a strip */
@@ -43,7 +44,7 @@ typedef struct epLlWindowLayout {
 } epLlWindowLayout;
 
 typedef struct epLlRecordLayout {
-  uint64_t header, raw, topk, sendRow, recvCount, recvToken, recvSlot, bytes;
+  uint64_t header, topk, sendRow, recvCount, recvToken, recvSlot, bytes;
 } epLlRecordLayout;
 
 EP_HD uint32_t epLlHeadUnits(uint32_t topk) { return (1 + 2 * topk + 2) / 3; }
@@ -70,7 +71,6 @@ EP_HD epLlRecordLayout epLlRecordLayoutOf(uint32_t ranks, uint32_t topk, uint32_
   epLlRecordLayout r;
   uint64_t at = 0, entries = (uint64_t)maxTokens * topk;
   r.header = epTake(&at, sizeof(epRecordHeader));
-  r.raw = epTake(&at, 8 * entries);
   r.topk = epTake(&at, 4 * entries);
   r.sendRow = epTake(&at, 4ull * maxTokens);
   r.recvCount = epTake(&at, 4ull * ranks);
@@ -91,12 +91,20 @@ EP_HD uint64_t epLlHead(const epLlWindowLayout *w, uint32_t ranks, uint32_t maxT
   return w->heads + (((uint64_t)(gen & 1) * ranks + writer) * maxTokens + row) * w->headStride;
 }
 
+typedef struct epLlUpdateArgs {
+  epGroupArgs group;
+  epLlRecordLayout recordLayout;
+  uint8_t *record;
+  const void *topkIdx; /* [T][K] int32 or int64 */
+  uint32_t tokens;
+  uint32_t blocks;
+} epLlUpdateArgs;
+
 typedef struct epLlDispatchArgs {
   epGroupArgs group;
   epLlWindowLayout window;
   epLlRecordLayout recordLayout;
   uint8_t *record;
-  const void *topkIdx;   /* [T][K] in the record: raw, or checked when another handle's record was found */
   const uint8_t *tokens; /* [T][rowBytes] */
   const float *weights;  /* [T][K] when cfg.weights */
   uint8_t *outTokens;    /* rank-major [R][B][rowBytes], 3-D expert-major [L][R * B][rowBytes] */
@@ -123,15 +131,22 @@ typedef struct epLlCombineArgs {
   uint32_t pad;
 } epLlCombineArgs;
 
-/* Shared memory of a block: the verdict word and the generation; what the scan and the counts need; a strip a warp. */
+/* Shared memory of a block: the verdict word and what ep_ll_begin reads of memory for all; then what the scan and the counts
+ * of dispatch need; a strip a warp. */
+#define EP_LL_BEGIN_WORDS 2u /* generation, tokens */
+EP_HD uint32_t epLlBeginSmem(const epConfig *c) { /* window addresses; rows by source */
+  return EP_VERDICT_BYTES + 8 * c->ranks + (uint32_t)epAlignUp(4ull * (EP_LL_BEGIN_WORDS + c->ranks), 8);
+}
 EP_HD uint32_t epLlScanSmem(const epConfig *c) { /* sums and a histogram a warp; places of the block's own tokens */
   return 4 * (c->experts + c->ranks) * (1 + c->threads / 32) + 8 * EP_LL_OWN_TOKENS * c->topk;
 }
 EP_HD uint32_t epLlPlaceSmem(const epConfig *c) { return 4 * (c->experts + c->ranks); } /* first slots, rows by source */
 EP_HD uint32_t epLlSmem(int kernelId, const epConfig *c) {
-  uint32_t scan = epLlScanSmem(c), place = epLlPlaceSmem(c), table = kernelId == EP_KERNEL_LL_DISPATCH ? scan : 0;
-  table = kernelId == EP_KERNEL_LL_DISPATCH && place > table ? place : table;
-  return EP_VERDICT_BYTES + (uint32_t)epAlignUp(table, 16) + c->threads / 32 * EP_STRIP_DATA;
+  uint32_t scan = epLlScanSmem(c), place = epLlPlaceSmem(c), table = scan > place ? scan : place;
+  if (kernelId == EP_KERNEL_LL_UPDATE)
+    return 0;
+  return (uint32_t)epAlignUp(epLlBeginSmem(c) + (kernelId == EP_KERNEL_LL_DISPATCH ? table : 0), 16) +
+         c->threads / 32 * EP_STRIP_DATA;
 }
 
 #endif

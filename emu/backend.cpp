@@ -205,17 +205,6 @@ static ncclResult_t fill(epBackend *be, void *dev, int value, size_t bytes, cuda
   return c.rc != ncclSuccess ? c.rc : queueFill(c.fabric(), c.b->rank, dev, value, bytes, stream, "memset");
 }
 
-static ncclResult_t copyInDevice(epBackend *be, void *dst, const void *src, size_t bytes, cudaStream_t stream) {
-  Call c(be, "copyInDevice");
-  Stream *s;
-  ncclResult_t rc = c.rc != ncclSuccess ? c.rc : c.fabric().findStream(c.b->rank, stream, "copyInDevice", &s);
-  if (rc != ncclSuccess || !bytes) return rc;
-  StreamOp op{StreamOp::Copy};
-  op.dst = static_cast<u8 *>(dst), op.src = static_cast<const u8 *>(src), op.bytes = bytes;
-  c.fabric().queue(c.b->rank, s, std::move(op));
-  return ncclSuccess;
-}
-
 static ncclResult_t copyToDevice(epBackend *be, void *dev, const void *host, size_t bytes) {
   Call c(be, "copyToDevice");
   if (c.rc == ncclSuccess) c.fabric().copyNow(c.b->rank, dev, host, bytes);
@@ -257,7 +246,7 @@ static void relax(epBackend *be, uint64_t deadlineNs) {
 static const epBackendOps ops = {
     "emu",        destroy,      topology,      allGather,     alloc,       freeDevice,      allocMapped,
     freeMapped,   windowCreate, windowDestroy, windowAddress, kernel,      launch,          fill,
-    copyInDevice, copyToDevice, copyToHost,    synchronize,   isCapturing, isDeviceAddress, relax};
+    copyToDevice, copyToHost,   synchronize,   isCapturing,   isDeviceAddress, relax};
 
 epBackend *makeBackend(const std::shared_ptr<Fabric> &fabric, int rank) {
   Backend *b = new Backend;

@@ -10,13 +10,15 @@
 
 #include "combine.h"
 
+#include "ll_update.h"
+
 #include "ll_dispatch.h"
 
 #include "ll_combine.h"
 
 namespace emu {
 
-static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combine", "ll_dispatch", "ll_combine"};
+static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combine", "ll_update", "ll_dispatch", "ll_combine"};
 
 const char *kernelName(int id) { return id >= 0 && id < EP_KERNEL_COUNT ? names[id] : "?"; }
 
@@ -38,6 +40,8 @@ std::function<void()> kernelBody(int id, const epConfig &config, const void *arg
   case EP_KERNEL_COMBINE:
     return bind<epCombineArgs>([](const epConfig &c, const epCombineArgs &a) { ep_combine(c, a); }, config, args,
                                bytes);
+  case EP_KERNEL_LL_UPDATE:
+    return bind<epLlUpdateArgs>([](const epConfig &c, const epLlUpdateArgs &a) { ep_ll_update(c, a); }, config, args, bytes);
   case EP_KERNEL_LL_DISPATCH:
     return bind<epLlDispatchArgs>([](const epConfig &c, const epLlDispatchArgs &a) { ep_ll_dispatch(c, a); }, config,
                                   args, bytes);

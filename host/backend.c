@@ -53,10 +53,6 @@ static ncclResult_t noMemset(epBackend *be, void *dev, int value, size_t bytes, 
   (void)be, (void)dev, (void)value, (void)bytes, (void)stream;
   EP_UNSUPPORTED("memset");
 }
-static ncclResult_t noCopyInDevice(epBackend *be, void *dst, const void *src, size_t bytes, cudaStream_t stream) {
-  (void)be, (void)dst, (void)src, (void)bytes, (void)stream;
-  EP_UNSUPPORTED("copies");
-}
 static ncclResult_t noCopyToDevice(epBackend *be, void *dev, const void *host, size_t bytes) {
   (void)be, (void)dev, (void)host, (void)bytes;
   EP_UNSUPPORTED("copies");
@@ -95,7 +91,6 @@ const epBackendOps epBackendUnsupported = {.name = "none",
                                            .kernel = noKernel,
                                            .launch = noLaunch,
                                            .memset = noMemset,
-                                           .copyInDevice = noCopyInDevice,
                                            .copyToDevice = noCopyToDevice,
                                            .copyToHost = noCopyToHost,
                                            .synchronize = noSynchronize,
@@ -107,8 +102,8 @@ const epBackendOps epBackendUnsupported = {.name = "none",
 static int epOpsComplete(const epBackendOps *o) {
   return o && o->name && o->destroy && o->topology && o->allGather && o->alloc && o->free && o->allocMapped &&
          o->freeMapped && o->windowCreate && o->windowDestroy && o->windowAddress && o->kernel && o->launch &&
-         o->memset && o->copyInDevice && o->copyToDevice && o->copyToHost && o->synchronize && o->isCapturing &&
-         o->isDeviceAddress && o->relax;
+         o->memset && o->copyToDevice && o->copyToHost && o->synchronize && o->isCapturing && o->isDeviceAddress &&
+         o->relax;
 }
 
 ncclResult_t epBackendOpen(ncclComm_t comm, const ncclEpAllocConfig_t *alloc, epBackend **out) {

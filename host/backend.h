@@ -57,7 +57,6 @@ typedef struct epBackendOps {
   ncclResult_t (*kernel)(epBackend *be, int kernelId, const epConfig *config, epKernel **out);
   ncclResult_t (*launch)(epBackend *be, epKernel *kernel, const epLaunch *launch, cudaStream_t stream);
   ncclResult_t (*memset)(epBackend *be, void *dev, int value, size_t bytes, cudaStream_t stream);
-  ncclResult_t (*copyInDevice)(epBackend *be, void *dst, const void *src, size_t bytes, cudaStream_t stream);
   ncclResult_t (*copyToDevice)(epBackend *be, void *dev, const void *host, size_t bytes); /* synchronous */
   ncclResult_t (*copyToHost)(epBackend *be, void *host, const void *dev, size_t bytes);   /* synchronous */
   ncclResult_t (*synchronize)(epBackend *be, cudaStream_t stream);

@@ -218,18 +218,6 @@ static ncclResult_t memsetDevice(epBackend *base, void *dev, int value, size_t b
   return r;
 }
 
-static ncclResult_t copyInDevice(epBackend *base, void *dst, const void *src, size_t bytes, cudaStream_t stream) {
-  epCuda *be = cudaOf(base);
-  epCudaScope scope;
-  if (bytes == 0) return ncclSuccess;
-  ncclResult_t r = epCudaEnter(be, &scope);
-  if (r != ncclSuccess) return r;
-  epCuResult rc = be->cu->memcpyDtoDAsync((epCuPtr)dst, (epCuPtr)src, bytes, stream);
-  if (rc != EP_CU_SUCCESS) r = epCuFail(be->cu, rc, "copy of %zu bytes from %p to %p", bytes, src, dst);
-  epCudaLeave(be, &scope);
-  return r;
-}
-
 static ncclResult_t copyToDevice(epBackend *base, void *dev, const void *host, size_t bytes) {
   epCuda *be = cudaOf(base);
   epCudaScope scope;
@@ -348,7 +336,6 @@ static const epBackendOps ops = {.name = "cuda",
                                  .kernel = epCudaKernel,
                                  .launch = epCudaLaunch,
                                  .memset = memsetDevice,
-                                 .copyInDevice = copyInDevice,
                                  .copyToDevice = copyToDevice,
                                  .copyToHost = copyToHost,
                                  .synchronize = synchronize,

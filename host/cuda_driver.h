@@ -56,7 +56,6 @@ enum { EP_CU_CAPTURE_STATUS_NONE = 0, EP_CU_CAPTURE_MODE_RELAXED = 2 };
   X(memFreeHost, cuMemFreeHost, (void *host))                                                                 \
   X(memcpyHtoDAsync, cuMemcpyHtoDAsync_v2, (epCuPtr dst, const void *src, size_t bytes, epCuStream stream))   \
   X(memcpyDtoHAsync, cuMemcpyDtoHAsync_v2, (void *dst, epCuPtr src, size_t bytes, epCuStream stream))         \
-  X(memcpyDtoDAsync, cuMemcpyDtoDAsync_v2, (epCuPtr dst, epCuPtr src, size_t bytes, epCuStream stream))       \
   X(memsetD8Async, cuMemsetD8Async, (epCuPtr dst, unsigned char value, size_t bytes, epCuStream stream))      \
   X(pointerGetAttribute, cuPointerGetAttribute, (void *value, int attribute, epCuPtr ptr))                    \
   X(streamCreate, cuStreamCreate, (epCuStream * stream, unsigned flags))                                      \

@@ -217,6 +217,7 @@ static ncclResult_t epHandleRecognise(const char *call, struct ncclEpHandle *h) 
                   h->topkFixed ? "" : "at most ", h->topkRoom);
   h->topk = head.topk;
   h->tokens = head.tokens;
+  h->dispatched = head.generation >= EP_LL_DISPATCHED; /* of low latency */
   h->foreign = 1;
   return ncclSuccess;
 }

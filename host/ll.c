@@ -1,5 +1,5 @@
-/* Low latency: checks, the copy of the decisions at update, and the launches. The exchange of the routing is dispatch's, so
- * an update is local and a dispatch can be repeated on it. */
+/* Low latency: checks and launches. The exchange of the routing is dispatch's, so an update is local and a dispatch can be
+ * repeated on it. */
 #include "low_latency.h"
 
 #include <string.h>
@@ -41,37 +41,14 @@ epLlRecordLayout epLlHandleLayout(const struct ncclEpHandle *h) {
   return epLlRecordLayoutOf(h->group->shape.ranks, h->topk, h->group->shape.maxTokens);
 }
 
-/* ---- Update -------------------------------------------------------------------------------------------------------- */
-
-ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *h, const ncclEpTensor_t *topk, const void *indices,
-                        const ncclEpLayoutInfo_t *info, cudaStream_t stream) {
-  struct ncclEpGroup *g = h->group;
-  uint32_t width = epTypeBytes(topk->datatype);
-  size_t bytes = topk->sizes[0] * topk->sizes[1] * width;
-  uint64_t raw = epLlRecordLayoutOf(g->shape.ranks, (uint32_t)topk->sizes[1], g->shape.maxTokens).raw;
-  ncclResult_t r;
-  if (info && (info->expert_counters || info->src_rank_counters || info->expert_offsets || info->recv_total_counter))
-    return epFail(ncclInvalidArgument,
-                  "%s: layout_info has a counter: expected none in low latency, where ncclEpDispatch fills them", call);
-  r = g->be->ops->copyInDevice(g->be, h->record + raw, indices, bytes, stream);
-  if (r != ncclSuccess) return r;
-  h->indexBytes = width;
-  h->topk = (uint32_t)topk->sizes[1];
-  h->tokens = (uint32_t)topk->sizes[0];
-  h->stream = stream;
-  h->updated = 1;
-  h->dispatched = 0;
-  return ncclSuccess;
-}
-
-/* ---- What dispatch and combine share -------------------------------------------------------------------------------- */
+/* ---- Configurations ------------------------------------------------------------------------------------------------- */
 
 static uint32_t kindOf(const struct ncclEpHandle *h) {
   return h->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? EP_LAYOUT_KIND_RANK_MAJOR : EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
 }
 
 static epConfig configOf(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk, uint32_t rowBytes, uint32_t dtype,
-                         uint32_t indexBytes) {
+                         int weights) {
   epConfig c;
   memset(&c, 0, sizeof c);
   c.ranks = g->shape.ranks;
@@ -80,10 +57,49 @@ static epConfig configOf(const struct ncclEpGroup *g, uint32_t kind, uint32_t to
   c.rowBytes = rowBytes;
   c.dtype = dtype;
   c.layout = kind;
-  c.weights = kind == EP_LAYOUT_KIND_RANK_MAJOR && indexBytes; /* of dispatch */
-  c.indexBytes = indexBytes;
+  c.weights = weights;
   return c;
 }
+
+/* ---- Update -------------------------------------------------------------------------------------------------------- */
+
+ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *h, const ncclEpTensor_t *topk, const void *indices,
+                        const ncclEpLayoutInfo_t *info, cudaStream_t stream) {
+  struct ncclEpGroup *g = h->group;
+  uint32_t k = (uint32_t)topk->sizes[1];
+  epLlUpdateArgs a;
+  epConfig c;
+  epGrid grid;
+  epKernel *kernel;
+  epLaunch launch;
+  ncclResult_t r;
+  if (info && (info->expert_counters || info->src_rank_counters || info->expert_offsets || info->recv_total_counter))
+    return epFail(ncclInvalidArgument,
+                  "%s: layout_info has a counter: expected none in low latency, where ncclEpDispatch fills them", call);
+  memset(&a, 0, sizeof a);
+  c = configOf(g, kindOf(h), k, 0, EP_DTYPE_BYTES, 0);
+  c.indexBytes = epTypeBytes(topk->datatype);
+  a.tokens = (uint32_t)topk->sizes[0];
+  r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_UPDATE, a.tokens, &c, &grid);
+  if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_LL_UPDATE, &c, stream, &kernel);
+  if (r != ncclSuccess) return r;
+  a.group = epGroupArgsOf(g);
+  a.recordLayout = epLlRecordLayoutOf(g->shape.ranks, k, g->shape.maxTokens);
+  a.record = h->record;
+  a.topkIdx = indices;
+  a.blocks = grid.blocks;
+  launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
+  r = g->be->ops->launch(g->be, kernel, &launch, stream);
+  if (r != ncclSuccess) return r;
+  h->topk = k;
+  h->tokens = a.tokens;
+  h->stream = stream;
+  h->updated = 1;
+  h->dispatched = 0;
+  return ncclSuccess;
+}
+
+/* ---- What dispatch and combine share -------------------------------------------------------------------------------- */
 
 /* A tensor over the fixed places: rank-major [R, B, extent], 3-D expert-major [L, R * B, extent]. */
 static ncclResult_t placesCheck(epArgName name, const struct ncclEpHandle *h, const ncclEpTensor_t *t, uint64_t extent,
@@ -135,67 +151,82 @@ static ncclResult_t passCheck(const char *call, ncclEpPassDir_t pass, unsigned s
 
 /* ---- Dispatch ------------------------------------------------------------------------------------------------------ */
 
-static const char dispatchCall[] = "ncclEpDispatch";
-
-static ncclResult_t dispatchConfigCheck(const ncclEpDispatchConfig_t *c, const ncclEpDispatchInputs_t *in,
+static ncclResult_t dispatchConfigCheck(const char *call, const ncclEpDispatchConfig_t *c, const ncclEpDispatchInputs_t *in,
                                         const ncclEpDispatchOutputs_t *out) {
-  ncclResult_t r = passCheck(dispatchCall, c->pass_direction, c->send_only);
+  ncclResult_t r = passCheck(call, c->pass_direction, c->send_only);
   if (r == ncclSuccess && c->quant_recipe != NCCL_EP_DISP_QUANT_NONE)
     r = epFail(ncclInvalidUsage, "%s: quant_recipe %d is not supported yet in low latency: expected "
-               "NCCL_EP_DISP_QUANT_NONE", dispatchCall, (int)c->quant_recipe);
+               "NCCL_EP_DISP_QUANT_NONE", call, (int)c->quant_recipe);
   if (r == ncclSuccess && c->round_scales)
-    r = epFail(ncclInvalidUsage, "%s: round_scales is not supported yet: expected 0 without scales", dispatchCall);
+    r = epFail(ncclInvalidUsage, "%s: round_scales is not supported yet: expected 0 without scales", call);
   if (r == ncclSuccess && (in->scales || out->scales))
-    r = epFail(ncclInvalidUsage, "%s: scales are given: not supported yet in low latency", dispatchCall);
+    r = epFail(ncclInvalidUsage, "%s: scales are given: not supported yet in low latency", call);
   return r;
 }
 
-static ncclResult_t counterCheck(const char *field, struct ncclEpGroup *g, const ncclEpTensor_t *t, uint32_t extent,
+/* The options are about scales and padding rows, and low latency has neither. */
+static ncclResult_t dispatchOptionsCheck(const char *call, const ncclEpDispatchExtConfig_t *ext) {
+  if (ext->scale_layout != NCCL_EP_SCALE_ROW_MAJOR)
+    return epFail(ncclInvalidUsage,
+                  "%s: ext_config.scale_layout is %d: expected NCCL_EP_SCALE_ROW_MAJOR, as low latency has no scales yet",
+                  call, (int)ext->scale_layout);
+  if (ext->scale_column_stride)
+    return epFail(ncclInvalidUsage,
+                  "%s: ext_config.scale_column_stride is %zu: expected 0, as low latency has no scales yet", call,
+                  ext->scale_column_stride);
+  if (ext->no_zero_pad)
+    return epFail(ncclInvalidUsage,
+                  "%s: ext_config.no_zero_pad is %d: expected 0, as low latency never fills the places it does not use",
+                  call, ext->no_zero_pad);
+  return ncclSuccess;
+}
+
+static ncclResult_t counterCheck(const char *call, const char *field, struct ncclEpGroup *g, const ncclEpTensor_t *t, uint32_t extent,
                                  const char *what, void **dev, uint32_t *wide) {
-  const epArgName name = {dispatchCall, field};
+  const epArgName name = {call, field};
   ncclResult_t r;
   if (!t) return ncclSuccess;
   r = epTensorCheck(name, t, 1);
   if (r == ncclSuccess) r = epTensorExtent(name, t, 0, extent, what);
   if (r == ncclSuccess && t->datatype != ncclInt32 && t->datatype != ncclInt64)
-    r = epFail(ncclInvalidArgument, "%s: %s is %s: expected int32 or int64", dispatchCall, field,
+    r = epFail(ncclInvalidArgument, "%s: %s is %s: expected int32 or int64", call, field,
                epTypeName(t->datatype));
   if (r == ncclSuccess) r = epTensorAddress(name, g->be, t, epTypeBytes(t->datatype), dev);
   *wide = t->datatype == ncclInt64;
   return r;
 }
 
-static ncclResult_t dispatchCounters(const struct ncclEpHandle *h, const ncclEpLayoutInfo_t *info, epLlDispatchArgs *a) {
+static ncclResult_t dispatchCounters(const char *call, const struct ncclEpHandle *h, const ncclEpLayoutInfo_t *info, epLlDispatchArgs *a) {
   struct ncclEpGroup *g = h->group;
   ncclResult_t r;
   if (!info) return ncclSuccess;
   if (info->expert_offsets)
     return epFail(ncclInvalidArgument,
                   "%s: layout_info.expert_offsets is given: expected NULL in low latency, whose experts have fixed places",
-                  dispatchCall);
+                  call);
   if ((unsigned)info->recv_topk_idx_kind > NCCL_EP_EXPERT_ID_GLOBAL)
     return epFail(ncclInvalidArgument, "%s: layout_info.recv_topk_idx_kind is %d: expected an ncclEpExpertIdKind_t",
-                  dispatchCall, (int)info->recv_topk_idx_kind);
+                  call, (int)info->recv_topk_idx_kind);
   a->globalIdx = info->recv_topk_idx_kind == NCCL_EP_EXPERT_ID_GLOBAL;
-  r = counterCheck("layout_info.expert_counters", g, info->expert_counters, epLocals(g), "local experts",
+  r = counterCheck(call, "layout_info.expert_counters", g, info->expert_counters, epLocals(g), "local experts",
                    &a->expertCounters, &a->expertCountersWide);
   if (r == ncclSuccess)
-    r = counterCheck("layout_info.src_rank_counters", g, info->src_rank_counters, g->shape.ranks, "ranks",
+    r = counterCheck(call, "layout_info.src_rank_counters", g, info->src_rank_counters, g->shape.ranks, "ranks",
                      &a->sourceCounters, &a->sourceCountersWide);
   if (r == ncclSuccess)
-    r = counterCheck("layout_info.recv_total_counter", g, info->recv_total_counter, 1, "a total", &a->recvTotal,
+    r = counterCheck(call, "layout_info.recv_total_counter", g, info->recv_total_counter, 1, "a total", &a->recvTotal,
                      &a->recvTotalWide);
   return r;
 }
 
-static ncclResult_t dispatchTokens(const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
+static ncclResult_t dispatchTokens(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
                                    const ncclEpDispatchOutputs_t *out, uint32_t *rowBytes, epLlDispatchArgs *a) {
-  static const epArgName from = {dispatchCall, "inputs.tokens"}, to = {dispatchCall, "outputs.tokens"};
+  const epArgName from = {call, "inputs.tokens"}, to = {call, "outputs.tokens"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
   ncclResult_t r = tokensCheck(from, h, in->tokens);
   if (r == ncclSuccess)
-    r = epRowBytes(dispatchCall, g, "inputs.tokens", in->tokens->sizes[1], in->tokens->datatype, rowBytes);
+    r = epRowBytes(call, g, "inputs.tokens", in->tokens->sizes[1], in->tokens->datatype, rowBytes);
   if (r == ncclSuccess) r = epTensorAddress(from, g->be, in->tokens, EP_ROW_ALIGN, &dev);
   if (r != ncclSuccess) return r;
   a->tokens = dev;
@@ -208,10 +239,10 @@ static ncclResult_t dispatchTokens(const struct ncclEpHandle *h, const ncclEpDis
 }
 
 /* Weights and indices travel in rank-major; in 3-D expert-major a slot's place says its expert and combine has the weights. */
-static ncclResult_t dispatchExtras(const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
+static ncclResult_t dispatchExtras(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
                                    const ncclEpDispatchOutputs_t *out, epLlDispatchArgs *a) {
-  static const epArgName from = {dispatchCall, "inputs.topk_weights"}, to = {dispatchCall, "outputs.topk_weights"},
-                         index = {dispatchCall, "outputs.topk_idx"};
+  const epArgName from = {call, "inputs.topk_weights"}, to = {call, "outputs.topk_weights"},
+                         index = {call, "outputs.topk_idx"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
   ncclResult_t r;
@@ -232,8 +263,9 @@ static ncclResult_t dispatchExtras(const struct ncclEpHandle *h, const ncclEpDis
   return r;
 }
 
-ncclResult_t epLlDispatch(struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
-                          const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config, cudaStream_t stream) {
+ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
+                          const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config,
+                          const ncclEpDispatchExtConfig_t *ext, cudaStream_t stream) {
   struct ncclEpGroup *g = h->group;
   uint32_t rowBytes = 0;
   epLlDispatchArgs a;
@@ -243,21 +275,21 @@ ncclResult_t epLlDispatch(struct ncclEpHandle *h, const ncclEpDispatchInputs_t *
   epLaunch launch;
   ncclResult_t r;
   memset(&a, 0, sizeof a);
-  r = dispatchConfigCheck(config, in, out);
-  if (r == ncclSuccess) r = epHandleRouted(dispatchCall, h, stream);
-  if (r == ncclSuccess) r = dispatchTokens(h, in, out, &rowBytes, &a);
-  if (r == ncclSuccess) r = dispatchExtras(h, in, out, &a);
-  if (r == ncclSuccess) r = dispatchCounters(h, info, &a);
+  r = dispatchConfigCheck(call, config, in, out);
+  if (r == ncclSuccess) r = dispatchOptionsCheck(call, ext);
+  if (r == ncclSuccess) r = epHandleRouted(call, h, stream);
+  if (r == ncclSuccess) r = dispatchTokens(call, h, in, out, &rowBytes, &a);
+  if (r == ncclSuccess) r = dispatchExtras(call, h, in, out, &a);
+  if (r == ncclSuccess) r = dispatchCounters(call, h, info, &a);
   if (r != ncclSuccess) return r;
-  c = configOf(g, kindOf(h), h->topk, rowBytes, EP_DTYPE_BYTES, h->updated ? h->indexBytes : 4);
-  r = epPolicyLl(dispatchCall, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, a.numTokens, &c, &grid);
-  if (r == ncclSuccess) r = epKernelGet(dispatchCall, g, EP_KERNEL_LL_DISPATCH, &c, stream, &kernel);
+  c = configOf(g, kindOf(h), h->topk, rowBytes, EP_DTYPE_BYTES, h->layout == NCCL_EP_LAYOUT_RANK_MAJOR);
+  r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, a.numTokens, &c, &grid);
+  if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_LL_DISPATCH, &c, stream, &kernel);
   if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);
   a.window = epLlWindowLayoutOf(g->shape);
   a.recordLayout = epLlHandleLayout(h);
   a.record = h->record;
-  a.topkIdx = h->record + (h->updated ? a.recordLayout.raw : a.recordLayout.topk);
   a.pushBlocks = grid.pushBlocks;
   a.blocks = grid.blocks;
   launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
@@ -280,7 +312,7 @@ static ncclResult_t combineConfigCheck(const struct ncclEpHandle *h, const ncclE
   if (r == ncclSuccess && in->scales)
     r = epFail(ncclInvalidUsage, "%s: inputs.scales is given: not supported yet", combineCall);
   if (r == ncclSuccess) r = epTensorAbsent(weights, in->topk_weights, "the forward pass takes tokens only");
-  if (r == ncclSuccess && !h->dispatched && !h->foreign)
+  if (r == ncclSuccess && (h->updated || h->foreign) && !h->dispatched)
     r = epFail(ncclInvalidUsage, "%s: nothing was dispatched on this routing: call ncclEpDispatch first", combineCall);
   return r;
 }
@@ -354,7 +386,12 @@ ncclResult_t epLlPrepare(struct ncclEpGroup *g, const ncclEpPrepareConfig_t *p) 
                                 "%s: layout is %d: expected NCCL_EP_LAYOUT_RANK_MAJOR or NCCL_EP_LAYOUT_EXPERT_MAJOR",
                                 call, (int)p->layout);
   if (r != ncclSuccess) return r;
-  c = configOf(g, kind, p->top_k, rowBytes, EP_DTYPE_BYTES, epTypeBytes(p->index_type));
+  c = configOf(g, kind, p->top_k, 0, EP_DTYPE_BYTES, 0);
+  c.indexBytes = epTypeBytes(p->index_type);
+  r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_UPDATE, 1, &c, &grid);
+  if (r == ncclSuccess) r = epKernelCompile(g, EP_KERNEL_LL_UPDATE, &c, &kernel);
+  if (r != ncclSuccess) return r;
+  c = configOf(g, kind, p->top_k, rowBytes, EP_DTYPE_BYTES, kind == EP_LAYOUT_KIND_RANK_MAJOR);
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, 1, &c, &grid);
   if (r == ncclSuccess) r = epKernelCompile(g, EP_KERNEL_LL_DISPATCH, &c, &kernel);
   if (r == ncclSuccess) r = epCombineType(call, p->combine_type, &dtype);

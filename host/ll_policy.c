@@ -7,6 +7,7 @@
 #define EP_LL_WARPS 16u
 /* A sending block scans the decisions before its own tokens: two tokens a block keep its warps busy and the scan short. */
 #define EP_LL_TOKENS_A_BLOCK 2u
+#define EP_LL_UPDATE_ENTRIES 2048u /* decisions a block of the update checks: one block at the sizes it is for */
 #define EP_EMU_LL_WARPS 2u /* there a thread is a fiber */
 
 static unsigned clampTo(uint64_t v, unsigned low, unsigned high) {
@@ -27,6 +28,11 @@ ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned s
                   c->experts, c->ranks, epLlSmem(kernelId, c), topology->smemPerBlock);
   grid->threads = c->threads;
   grid->smemBytes = epLlSmem(kernelId, c);
+  if (kernelId == EP_KERNEL_LL_UPDATE) {
+    grid->pushBlocks = 0;
+    grid->blocks = clampTo((T * c->topk + EP_LL_UPDATE_ENTRIES - 1) / EP_LL_UPDATE_ENTRIES, 1, total);
+    return ncclSuccess;
+  }
   if (kernelId == EP_KERNEL_LL_DISPATCH) { /* with one rank, too: heads go through the window */
     uint64_t rows = T * least(c->ranks, c->topk), pieces = epLlPieces(c->rowBytes);
     grid->pushBlocks = clampTo((T + EP_LL_TOKENS_A_BLOCK - 1) / EP_LL_TOKENS_A_BLOCK, 1, total / 2);

@@ -14,9 +14,10 @@ epLlRecordLayout epLlHandleLayout(const struct ncclEpHandle *handle);
 
 ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *handle, const ncclEpTensor_t *topk, const void *indices,
                         const ncclEpLayoutInfo_t *info, cudaStream_t stream);
-ncclResult_t epLlDispatch(struct ncclEpHandle *handle, const ncclEpDispatchInputs_t *in,
+ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *handle, const ncclEpDispatchInputs_t *in,
                           const ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info,
-                          const ncclEpDispatchConfig_t *config, cudaStream_t stream);
+                          const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,
+                          cudaStream_t stream);
 ncclResult_t epLlCombine(struct ncclEpHandle *handle, const ncclEpCombineInputs_t *in, const ncclEpCombineOutputs_t *out,
                          const ncclEpCombineConfig_t *config, cudaStream_t stream);
 

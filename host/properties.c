@@ -10,8 +10,9 @@
 static unsigned long long epLlBlocks(const struct ncclEpGroup *g, int id) {
   epConfig c = epMoveConfig(g, EP_LAYOUT_KIND_RANK_MAJOR, g->shape.topk, g->shape.maxRowBytes, EP_DTYPE_BF16, 1);
   epGrid grid;
-  if (id == EP_KERNEL_UPDATE) return 0; /* a copy */
-  id = id == EP_KERNEL_DISPATCH ? EP_KERNEL_LL_DISPATCH : EP_KERNEL_LL_COMBINE;
+  id = id == EP_KERNEL_UPDATE     ? EP_KERNEL_LL_UPDATE
+       : id == EP_KERNEL_DISPATCH ? EP_KERNEL_LL_DISPATCH
+                                  : EP_KERNEL_LL_COMBINE;
   return epPolicyLl("ncclEpGetGroupProperties", &g->topology, g->sms, id, g->shape.maxTokens, &c, &grid) == ncclSuccess
              ? grid.blocks
              : 0;

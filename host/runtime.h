@@ -82,7 +82,6 @@ struct ncclEpHandle {
   uint8_t *countsDev;
   uint32_t generation; /* of the last update; meaningful unless it was captured */
   int captured;        /* the last update was captured */
-  uint32_t indexBytes; /* low latency: of an index in the record's copy */
   int dispatched;      /* low latency: the record holds what combine needs */
   cudaStream_t stream; /* of the last update */
 };

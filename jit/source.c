@@ -17,6 +17,8 @@ static const struct {
     [EP_KERNEL_DISPATCH] = {"dispatch.h", "ep_dispatch", "ep_dispatch_kernel", "epDispatchArgs",
                             sizeof(epDispatchArgs)},
     [EP_KERNEL_COMBINE] = {"combine.h", "ep_combine", "ep_combine_kernel", "epCombineArgs", sizeof(epCombineArgs)},
+    [EP_KERNEL_LL_UPDATE] = {"ll_update.h", "ep_ll_update", "ep_ll_update_kernel", "epLlUpdateArgs",
+                             sizeof(epLlUpdateArgs)},
     [EP_KERNEL_LL_DISPATCH] = {"ll_dispatch.h", "ep_ll_dispatch", "ep_ll_dispatch_kernel", "epLlDispatchArgs",
                                sizeof(epLlDispatchArgs)},
     [EP_KERNEL_LL_COMBINE] = {"ll_combine.h", "ep_ll_combine", "ep_ll_combine_kernel", "epLlCombineArgs",

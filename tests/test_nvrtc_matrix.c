@@ -49,9 +49,10 @@ static const matrixCase cases[] = {
     {EP_KERNEL_COMBINE, 8, 64, 9, 16, EP_DTYPE_F16, FLAT, 1, 0, 0},
     {EP_KERNEL_COMBINE, 72, 576, 32, 32768, EP_DTYPE_F16, MAJOR, 0, 0, 0},
     {EP_KERNEL_COMBINE, 8, 64, 1, 28672, EP_DTYPE_F32, FLAT, 0, 0, 0},
-    {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, RANKS, 1, 8, 0},
-    {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, PLACES, 0, 8, 0},
-    {EP_KERNEL_LL_DISPATCH, 1024, 2048, 32, 16, EP_DTYPE_BYTES, PLACES, 0, 4, 0},
+    {EP_KERNEL_LL_UPDATE, 2, 256, 8, 0, 0, RANKS, 0, 8, 0},
+    {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, RANKS, 1, 0, 0},
+    {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, PLACES, 0, 0, 0},
+    {EP_KERNEL_LL_DISPATCH, 1024, 2048, 32, 16, EP_DTYPE_BYTES, PLACES, 0, 0, 0},
     {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, RANKS, 0, 0, 0},
     {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, PLACES, 0, 0, 0},
     {EP_KERNEL_LL_COMBINE, 72, 576, 32, 28672, EP_DTYPE_F32, PLACES, 0, 0, 0},
@@ -87,7 +88,7 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   config->weights = c->weights;
   config->indexBytes = c->indexBytes;
   config->scaleBytes = c->scaleBytes;
-  r = c->kernel >= EP_KERNEL_LL_DISPATCH
+  r = c->kernel >= EP_KERNEL_LL_UPDATE
           ? epPolicyLl("matrix", &target, epPolicySms(&target, 0), c->kernel, 128, config, &grid)
       : c->kernel == EP_KERNEL_UPDATE
           ? epPolicyUpdate(&target, epPolicySms(&target, 0), 4096, config, &grid)

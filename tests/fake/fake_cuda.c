@@ -160,12 +160,6 @@ CALL(cuMemcpyDtoHAsync_v2, void *dst, ptr src, size_t bytes, void *stream) {
   memcpy(dst, (const void *)src, bytes);
   return OK;
 }
-CALL(cuMemcpyDtoDAsync_v2, ptr dst, ptr src, size_t bytes, void *stream) {
-  (void)stream;
-  NEED_CONTEXT();
-  memcpy((void *)dst, (const void *)src, bytes);
-  return OK;
-}
 CALL(cuMemsetD8Async, ptr dst, unsigned char value, size_t bytes, void *stream) {
   (void)stream;
   NEED_CONTEXT();
