@@ -7,8 +7,6 @@
 #include "sizes.h"
 #include "tensor.h"
 
-static const char call[] = "ncclEpDispatch";
-
 epConfig epMoveConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk, uint32_t rowBytes, uint32_t dtype,
                       int weights) {
   epConfig c;
@@ -26,7 +24,11 @@ epConfig epMoveConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk,
 ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t hidden,
                         ncclDataType_t type, uint32_t *rowBytes) {
   uint64_t bytes = hidden * epTypeBytes(type);
-  if (hidden < 1 || hidden > EP_MAX_ROW_BYTES || bytes % EP_ROW_ALIGN || bytes > group->shape.maxRowBytes)
+  if (hidden > EP_MAX_ROW_BYTES) /* apart: the product may not fit */
+    return epFail(ncclInvalidArgument,
+                  "%s: a row of %s has %llu elements of %s: expected a multiple of %u bytes, at most max_token_bytes, %u",
+                  name, tensor, (unsigned long long)hidden, epTypeName(type), EP_ROW_ALIGN, group->shape.maxRowBytes);
+  if (hidden < 1 || bytes % EP_ROW_ALIGN || bytes > group->shape.maxRowBytes)
     return epFail(ncclInvalidArgument,
                   "%s: a row of %s has %llu bytes (%llu %s): expected a multiple of %u, at most max_token_bytes, %u",
                   name, tensor, (unsigned long long)bytes, (unsigned long long)hidden, epTypeName(type), EP_ROW_ALIGN,
@@ -52,7 +54,7 @@ ncclResult_t epScaleBytes(const char *name, const struct ncclEpGroup *group, con
   return ncclSuccess;
 }
 
-static ncclResult_t epDispatchConfigCheck(const ncclEpDispatchConfig_t *c, const ncclEpLayoutInfo_t *info) {
+static ncclResult_t epDispatchConfigCheck(const char *call, const ncclEpDispatchConfig_t *c, const ncclEpLayoutInfo_t *info) {
   if (c->pass_direction != NCCL_EP_FWD_PASS && c->pass_direction != NCCL_EP_BWD_PASS)
     return epFail(ncclInvalidArgument, "%s: pass_direction is %d: expected an ncclEpPassDir_t", call,
                   (int)c->pass_direction);
@@ -70,9 +72,9 @@ static ncclResult_t epDispatchConfigCheck(const ncclEpDispatchConfig_t *c, const
   return ncclSuccess;
 }
 
-static ncclResult_t epDispatchInputs(const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in, int forward,
+static ncclResult_t epDispatchInputs(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in, int forward,
                                      uint32_t *rowBytes, epDispatchArgs *a) {
-  static const epArgName tokens = {call, "inputs.tokens"}, weights = {call, "inputs.topk_weights"};
+  const epArgName tokens = {call, "inputs.tokens"}, weights = {call, "inputs.topk_weights"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
   ncclResult_t r = epTensorCheck(tokens, in->tokens, 2);
@@ -96,9 +98,9 @@ static ncclResult_t epDispatchInputs(const struct ncclEpHandle *h, const ncclEpD
   return r;
 }
 
-static ncclResult_t epDispatchTokensOut(const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
+static ncclResult_t epDispatchTokensOut(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
                                         const ncclEpDispatchOutputs_t *out, epDispatchArgs *a) {
-  static const epArgName tokens = {call, "outputs.tokens"};
+  const epArgName tokens = {call, "outputs.tokens"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
   ncclResult_t r = epTensorCheck(tokens, out->tokens, 2);
@@ -119,9 +121,9 @@ static ncclResult_t epDispatchTokensOut(const struct ncclEpHandle *h, const nccl
 }
 
 /* Weights and indices of the forward pass. */
-static ncclResult_t epDispatchExtrasOut(const struct ncclEpHandle *h, const ncclEpDispatchOutputs_t *out, int forward,
+static ncclResult_t epDispatchExtrasOut(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchOutputs_t *out, int forward,
                                         epDispatchArgs *a) {
-  static const epArgName weights = {call, "outputs.topk_weights"}, index = {call, "outputs.topk_idx"};
+  const epArgName weights = {call, "outputs.topk_weights"}, index = {call, "outputs.topk_idx"};
   const struct ncclEpGroup *g = h->group;
   int flat = h->layout == NCCL_EP_LAYOUT_FLAT;
   void *dev = NULL;
@@ -157,7 +159,7 @@ static int epIsScaleType(ncclDataType_t type) {
   return 0;
 }
 
-static ncclResult_t epDispatchScaleOptions(const ncclEpDispatchExtConfig_t *ext, int scales, epDispatchArgs *a) {
+static ncclResult_t epDispatchScaleOptions(const char *call, const ncclEpDispatchExtConfig_t *ext, int scales, epDispatchArgs *a) {
   int columns = ext->scale_layout == NCCL_EP_SCALE_COLUMN_MAJOR;
   uint64_t rows = epAlignUp((uint64_t)EP_SCALE_WORD * a->capacity, EP_ROW_ALIGN), stride = ext->scale_column_stride;
   if (!columns && ext->scale_layout != NCCL_EP_SCALE_ROW_MAJOR)
@@ -185,10 +187,10 @@ static ncclResult_t epDispatchScaleOptions(const ncclEpDispatchExtConfig_t *ext,
   return ncclSuccess;
 }
 
-static ncclResult_t epDispatchScales(const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
+static ncclResult_t epDispatchScales(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
                                      const ncclEpDispatchOutputs_t *out, const ncclEpDispatchConfig_t *config,
                                      uint32_t rowBytes, uint32_t *scaleBytes, epDispatchArgs *a) {
-  static const epArgName from = {call, "inputs.scales"}, to = {call, "outputs.scales"};
+  const epArgName from = {call, "inputs.scales"}, to = {call, "outputs.scales"};
   static const char why[] = "only NCCL_EP_DISP_QUANT_FWD has scales";
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
@@ -222,7 +224,7 @@ static ncclResult_t epDispatchScales(const struct ncclEpHandle *h, const ncclEpD
   return r;
 }
 
-ncclResult_t epDispatch(ncclEpHandle_t h, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
+ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
                         const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config,
                         const ncclEpDispatchExtConfig_t *ext, cudaStream_t stream) {
   int forward = config->pass_direction == NCCL_EP_FWD_PASS;
@@ -238,14 +240,14 @@ ncclResult_t epDispatch(ncclEpHandle_t h, const ncclEpDispatchInputs_t *in, cons
   g = h->group;
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
-  if (r == ncclSuccess && epIsLl(g)) return epLlDispatch(h, in, out, info, config, stream);
-  if (r == ncclSuccess) r = epDispatchConfigCheck(config, info);
+  if (r == ncclSuccess && epIsLl(g)) return epLlDispatch(call, h, in, out, info, config, ext, stream);
+  if (r == ncclSuccess) r = epDispatchConfigCheck(call, config, info);
   if (r == ncclSuccess) r = epHandleRouted(call, h, stream);
-  if (r == ncclSuccess) r = epDispatchInputs(h, in, forward, &rowBytes, &a);
-  if (r == ncclSuccess) r = epDispatchTokensOut(h, in, out, &a);
-  if (r == ncclSuccess) r = epDispatchExtrasOut(h, out, forward, &a);
-  if (r == ncclSuccess) r = epDispatchScaleOptions(ext, config->quant_recipe == NCCL_EP_DISP_QUANT_FWD, &a);
-  if (r == ncclSuccess) r = epDispatchScales(h, in, out, config, rowBytes, &scaleBytes, &a);
+  if (r == ncclSuccess) r = epDispatchInputs(call, h, in, forward, &rowBytes, &a);
+  if (r == ncclSuccess) r = epDispatchTokensOut(call, h, in, out, &a);
+  if (r == ncclSuccess) r = epDispatchExtrasOut(call, h, out, forward, &a);
+  if (r == ncclSuccess) r = epDispatchScaleOptions(call, ext, config->quant_recipe == NCCL_EP_DISP_QUANT_FWD, &a);
+  if (r == ncclSuccess) r = epDispatchScales(call, h, in, out, config, rowBytes, &scaleBytes, &a);
   if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
   kc.scaleBytes = scaleBytes;

@@ -14,6 +14,7 @@
   X(NUM_SMS, "NCCL_EP_NUM_SMS", NUMBER, "", "thread blocks of a kernel at most; overrides max_num_sms")              \
   X(EMU_MODULE, "NCCL_EP_EMU_MODULE", STRING, "", "path of libnccl_ep_emu.so; else beside the library or in ../emu") \
   X(NVRTC, "NCCL_EP_NVRTC", STRING, "", "path of libnvrtc, where the loader does not find it")                       \
+  X(NCCL, "NCCL_EP_NCCL", STRING, "", "tools only: path of libnccl, where the loader does not find it")              \
   X(JIT_CACHE_DIR, "NCCL_EP_JIT_CACHE_DIR", STRING, "", "kernel cache (default ~/.cache/nccl_ep); set empty: none")  \
   X(JIT_DUMP, "NCCL_EP_JIT_DUMP", STRING, "", "folder that receives source, PTX and machine code of kernels")        \
   X(JIT_LINEINFO, "NCCL_EP_JIT_LINEINFO", NUMBER, "0", "1: line information in kernels")                             \

@@ -115,7 +115,7 @@ static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
 ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config) {
   struct ncclEpGroup *g;
   ncclResult_t r;
-  if (!out) return epFail(ncclInvalidArgument, "ncclEpCreateGroup: ep_group is NULL");
+  if (!out) return epFail(ncclInvalidArgument, "ncclEpCreateGroup: ep_group is NULL: expected room for a group");
   g = calloc(1, sizeof *g);
   if (!g) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
   r = epBackendOpen(comm, &config->alloc, &g->be);

@@ -64,9 +64,9 @@ ncclResult_t epHandleMemSize(ncclEpGroup_t group, ncclEpLayout_t layout, const n
                              size_t *bytes, int topk) {
   static const char call[] = "ncclEpHandleMemSize";
   ncclResult_t r = epGroupFind(call, group);
-  if (r == ncclSuccess && !bytes) r = epFail(ncclInvalidArgument, "%s: size_out is NULL", call);
-  if (r == ncclSuccess) r = epHandleCheck(call, group, layout, config, topk == 0 ? -1 : topk);
-  if (r == ncclSuccess) *bytes = epHandleBytes(group, topk == 0 ? -1 : topk);
+  if (r == ncclSuccess && !bytes) r = epFail(ncclInvalidArgument, "%s: size_out is NULL: expected room for a size_t", call);
+  if (r == ncclSuccess) r = epHandleCheck(call, group, layout, config, topk);
+  if (r == ncclSuccess) *bytes = epHandleBytes(group, topk);
   return r;
 }
 
@@ -143,7 +143,7 @@ ncclResult_t epHandleInit(ncclEpHandle_t *out, ncclEpGroup_t group, ncclEpLayout
                           const ncclEpHandleConfig_t *config, int topk, const ncclEpTensor_t *memory) {
   static const char call[] = "ncclEpInitHandle";
   ncclResult_t r = epGroupFind(call, group);
-  if (r == ncclSuccess && !out) r = epFail(ncclInvalidArgument, "%s: handle is NULL", call);
+  if (r == ncclSuccess && !out) r = epFail(ncclInvalidArgument, "%s: handle is NULL: expected room for a handle", call);
   if (r == ncclSuccess) r = epHandleCheck(call, group, layout, config, topk);
   return r == ncclSuccess ? epHandleMake(call, out, group, layout, config, topk, 1, memory) : r;
 }
@@ -154,7 +154,7 @@ ncclResult_t epHandleCreate(ncclEpHandle_t *out, ncclEpGroup_t group, ncclEpLayo
   const epArgName name = {call, "topk_idx"};
   ncclEpHandle_t h = NULL;
   ncclResult_t r = epGroupFind(call, group);
-  if (r == ncclSuccess && !out) r = epFail(ncclInvalidArgument, "%s: handle is NULL", call);
+  if (r == ncclSuccess && !out) r = epFail(ncclInvalidArgument, "%s: handle is NULL: expected room for a handle", call);
   if (r == ncclSuccess) r = epTensorCheck(name, topk, 2);
   if (r == ncclSuccess && (topk->sizes[1] < 1 || topk->sizes[1] > EP_MAX_TOPK))
     r = epFail(ncclInvalidArgument, "%s: topk_idx.sizes[1] is %zu: expected a top-k of 1 to %u", call, topk->sizes[1],

@@ -1,4 +1,4 @@
-/* The low-latency algorithm on the host: sizes, the copy of the decisions, and the launches of its two kernels. */
+/* The low-latency algorithm on the host: sizes, and the launches of its kernels. */
 #ifndef EP_HOST_LOW_LATENCY_H_
 #define EP_HOST_LOW_LATENCY_H_
 

@@ -1,52 +1,50 @@
-/* A small table of live objects under one lock: programs have few groups and some dozens of handles, and a miss costs
- * only an error path. */
+/* Small tables of live objects, one a kind, under one lock: programs have few groups, some dozens of handles and of
+ * heap tensors, and a miss costs only an error path. */
 #include "object.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 
-static struct epLiveObject {
-  const void *object;
-  epObjectKind kind;
-} * epLive;
-static int epLiveCount, epLiveRoom;
-static pthread_mutex_t epLiveLock = PTHREAD_MUTEX_INITIALIZER; /* guards the three above */
+static struct epLiveObjects {
+  const void **object;
+  int count, room;
+} epLive[EP_OBJECT_KINDS];
+static pthread_mutex_t epLiveLock = PTHREAD_MUTEX_INITIALIZER; /* guards the tables */
 
 static int epObjectIndex(const void *object, epObjectKind kind) {
-  for (int i = epLiveCount - 1; i >= 0; i--)
-    if (epLive[i].object == object && epLive[i].kind == kind) return i;
+  for (int i = epLive[kind].count - 1; i >= 0; i--)
+    if (epLive[kind].object[i] == object) return i;
   return -1;
 }
 
 int epObjectAdd(const void *object, epObjectKind kind) {
+  struct epLiveObjects *live = &epLive[kind];
   int ok = 1;
   pthread_mutex_lock(&epLiveLock);
-  if (epLiveCount == epLiveRoom) {
-    int room = epLiveRoom ? 2 * epLiveRoom : 32;
-    struct epLiveObject *more = realloc(epLive, (size_t)room * sizeof *more);
+  if (live->count == live->room) {
+    int room = live->room ? 2 * live->room : 32;
+    const void **more = (const void **)realloc((void *)live->object, (size_t)room * sizeof *more);
     ok = more != NULL;
     if (ok) {
-      epLive = more;
-      epLiveRoom = room;
+      live->object = more;
+      live->room = room;
     }
   }
-  if (ok) {
-    epLive[epLiveCount].object = object;
-    epLive[epLiveCount++].kind = kind;
-  }
+  if (ok) live->object[live->count++] = object;
   pthread_mutex_unlock(&epLiveLock);
   return ok;
 }
 
 int epObjectRemove(const void *object, epObjectKind kind) {
+  struct epLiveObjects *live = &epLive[kind];
   int i;
   pthread_mutex_lock(&epLiveLock);
   i = epObjectIndex(object, kind);
-  if (i >= 0) epLive[i] = epLive[--epLiveCount];
-  if (epLiveCount == 0) { /* nothing left: leak checkers see an empty house */
-    free(epLive);
-    epLive = NULL;
-    epLiveRoom = 0;
+  if (i >= 0) live->object[i] = live->object[--live->count];
+  if (live->count == 0) { /* nothing left: leak checkers see an empty house */
+    free((void *)live->object);
+    live->object = NULL;
+    live->room = 0;
   }
   pthread_mutex_unlock(&epLiveLock);
   return i >= 0;

@@ -139,7 +139,8 @@ uint32_t epLayoutKind(const struct ncclEpGroup *group, ncclEpLayout_t layout);
 /* ---- update.c, dispatch.c, combine.c */
 ncclResult_t epUpdate(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *topk,
                       const ncclEpLayoutInfo_t *info, cudaStream_t stream);
-ncclResult_t epDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
+/* `call`: ncclEpDispatch or ncclEpDispatchExt, for messages. */
+ncclResult_t epDispatch(const char *call, ncclEpHandle_t handle, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
                         const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config,
                         const ncclEpDispatchExtConfig_t *ext, cudaStream_t stream);
 ncclResult_t epCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *in, const ncclEpCombineOutputs_t *out,

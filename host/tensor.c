@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "object.h"
 
 static const struct {
   int type;
@@ -74,7 +75,9 @@ ncclResult_t epTensorAddress(epArgName name, epBackend *be, const ncclEpTensor_t
   *dev = NULL;
   if (empty) return ncclSuccess;
   if (!address && t->win_hdl) {
+    epCallArgument(name.tensor);
     r = be->ops->windowAddress(be, t->win_hdl, t->win_offset, &address);
+    epCallArgument(NULL);
     if (r != ncclSuccess) return r;
   }
   if (!address)
@@ -86,7 +89,7 @@ ncclResult_t epTensorAddress(epArgName name, epBackend *be, const ncclEpTensor_t
   r = be->ops->isDeviceAddress(be, address, &yes);
   if (r != ncclSuccess) return r;
   if (!yes)
-    return epFail(ncclInvalidArgument, "%s: %s at %p is not memory of this group's device", name.call, name.tensor,
+    return epFail(ncclInvalidArgument, "%s: %s at %p is not memory of this group's device: expected memory of it", name.call, name.tensor,
                   address);
   *dev = address;
   return ncclSuccess;
@@ -101,7 +104,8 @@ typedef struct epHeapTensor {
 ncclResult_t epTensorAlloc(ncclEpTensor_t **tensor, unsigned ndim, ncclDataType_t type, const size_t *sizes) {
   epHeapTensor *heap;
   if (!tensor || !sizes)
-    return epFail(ncclInvalidArgument, "ncclEpTensorAlloc: %s is NULL", tensor ? "sizes" : "tensor");
+    return epFail(ncclInvalidArgument, "ncclEpTensorAlloc: %s", tensor ? "sizes is NULL: expected ndim extents"
+                                                                      : "tensor is NULL: expected room for a pointer");
   if (ndim == 0 || ndim > EP_TENSOR_MAX_DIMS)
     return epFail(ncclInvalidArgument, "ncclEpTensorAlloc: ndim is %u: expected 1 to %u", ndim, EP_TENSOR_MAX_DIMS);
   if (!epTypeBytes(type))
@@ -114,15 +118,22 @@ ncclResult_t epTensorAlloc(ncclEpTensor_t **tensor, unsigned ndim, ncclDataType_
   heap->tensor.ndim = ndim;
   heap->tensor.datatype = type;
   heap->tensor.sizes = heap->sizes;
+  if (!epObjectAdd(&heap->tensor, EP_OBJECT_TENSOR)) {
+    free(heap);
+    return epFail(ncclSystemError, "ncclEpTensorAlloc: out of host memory");
+  }
   *tensor = &heap->tensor;
   return ncclSuccess;
 }
 
 ncclResult_t epTensorDestroy(ncclEpTensor_t *tensor) {
   if (!tensor) return ncclSuccess;
-  if (tensor->magic != EP_TENSOR_MAGIC_HEAP)
-    return epFail(ncclInvalidArgument, "ncclEpTensorDestroy: tensor has magic %#x: expected one of ncclEpTensorAlloc",
-                  tensor->magic);
+  /* Looked up before it is read: a copy of a descriptor, or one that is destroyed, is not ours to free. */
+  if (!epObjectRemove(tensor, EP_OBJECT_TENSOR))
+    return epFail(ncclInvalidArgument,
+                  "ncclEpTensorDestroy: tensor %p is not a descriptor that ncclEpTensorAlloc made: expected one that is "
+                  "not destroyed, and no copy",
+                  (void *)tensor);
   tensor->magic = 0;
   free((epHeapTensor *)(void *)tensor);
   return ncclSuccess;

@@ -60,7 +60,10 @@ struct epJit {
 
 static int flagOf(const char *name) {
   const char *value = getenv(name);
-  return value && *value && strcmp(value, "0") != 0;
+  if (!value || !*value || strcmp(value, "0") == 0) return 0;
+  if (strcmp(value, "1") == 0) return 1;
+  epLog(EP_LOG_WARN, "%s=%s ignored: expected 0 or 1", name, value);
+  return 0;
 }
 
 static double seconds(void) {

@@ -11,31 +11,41 @@
   epTakeOptional(call, #from, from, base##_V1_SIZE, field, to, (unsigned)sizeof(type))
 
 ncclResult_t ncclEpGetVersion(int *version) {
-  if (!version) return epFail(ncclInvalidArgument, "ncclEpGetVersion: version is NULL");
+  EP_CALL();
+  if (!version) return epFail(ncclInvalidArgument, "ncclEpGetVersion: version is NULL: expected room for an int");
   *version = NCCL_EP_VERSION_CODE;
   return ncclSuccess;
 }
 
 ncclResult_t ncclEpTensorAlloc(ncclEpTensor_t **tensor, unsigned int ndim, ncclDataType_t datatype, const size_t *sizes,
                                const ncclEpTensorAllocConfig_t *config) {
+  EP_CALL();
   ncclEpTensorAllocConfig_t c;
   ncclResult_t r =
       TAKE_OPTIONAL("ncclEpTensorAlloc", NCCL_EP_TENSOR_ALLOC_CONFIG, ncclEpTensorAllocConfig_t, 4, config, &c);
   return r == ncclSuccess ? epTensorAlloc(tensor, ndim, datatype, sizes) : r;
 }
 
-ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t *tensor) { return epTensorDestroy(tensor); }
+ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t *tensor) {
+  EP_CALL();
+  return epTensorDestroy(tensor);
+}
 
 ncclResult_t ncclEpCreateGroup(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config) {
+  EP_CALL();
   ncclEpGroupConfig_t c;
   ncclResult_t r = TAKE("ncclEpCreateGroup", NCCL_EP_GROUP_CONFIG, ncclEpGroupConfig_t, 4, config, &c);
   return r == ncclSuccess ? epGroupCreate(ep_group, comm, &c) : r;
 }
 
-ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t ep_group) { return epGroupDestroy(ep_group); }
+ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t ep_group) {
+  EP_CALL();
+  return epGroupDestroy(ep_group);
+}
 
 ncclResult_t ncclEpHandleMemSize(ncclEpGroup_t ep_group, ncclEpLayout_t layout, const ncclEpHandleConfig_t *config,
                                  size_t *size_out, int num_topk) {
+  EP_CALL();
   ncclEpHandleConfig_t c;
   ncclResult_t r = TAKE_OPTIONAL("ncclEpHandleMemSize", NCCL_EP_HANDLE_CONFIG, ncclEpHandleConfig_t, 8, config, &c);
   return r == ncclSuccess ? epHandleMemSize(ep_group, layout, &c, size_out, num_topk) : r;
@@ -43,6 +53,7 @@ ncclResult_t ncclEpHandleMemSize(ncclEpGroup_t ep_group, ncclEpLayout_t layout, 
 
 ncclResult_t ncclEpInitHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, ncclEpLayout_t layout,
                               const ncclEpHandleConfig_t *config, int num_topk, const ncclEpTensor_t *handle_mem) {
+  EP_CALL();
   ncclEpHandleConfig_t c;
   ncclResult_t r = TAKE_OPTIONAL("ncclEpInitHandle", NCCL_EP_HANDLE_CONFIG, ncclEpHandleConfig_t, 8, config, &c);
   return r == ncclSuccess ? epHandleInit(handle, ep_group, layout, &c, num_topk, handle_mem) : r;
@@ -50,6 +61,7 @@ ncclResult_t ncclEpInitHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, nc
 
 ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx,
                                 const ncclEpLayoutInfo_t *layout_info, cudaStream_t stream) {
+  EP_CALL();
   static const char call[] = "ncclEpUpdateHandle";
   ncclEpLayoutInfo_t info;
   ncclResult_t r = TAKE_OPTIONAL(call, NCCL_EP_LAYOUT_INFO, ncclEpLayoutInfo_t, 4, layout_info, &info);
@@ -59,6 +71,7 @@ ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t *top
 ncclResult_t ncclEpCreateHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, ncclEpLayout_t layout,
                                 const ncclEpTensor_t *topk_idx, const ncclEpLayoutInfo_t *layout_info,
                                 const ncclEpHandleConfig_t *config, cudaStream_t stream) {
+  EP_CALL();
   static const char call[] = "ncclEpCreateHandle";
   ncclEpLayoutInfo_t info;
   ncclEpHandleConfig_t c;
@@ -67,13 +80,15 @@ ncclResult_t ncclEpCreateHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, 
   return r == ncclSuccess ? epHandleCreate(handle, ep_group, layout, topk_idx, &info, &c, stream) : r;
 }
 
-ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle) { return epHandleDestroy(handle); }
+ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle) {
+  EP_CALL();
+  return epHandleDestroy(handle);
+}
 
-ncclResult_t epEntryDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
+ncclResult_t epEntryDispatch(const char *call, ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
                              const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                              const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,
                              cudaStream_t stream) {
-  static const char call[] = "ncclEpDispatch";
   ncclEpDispatchInputs_t in;
   ncclEpDispatchOutputs_t out;
   ncclEpLayoutInfo_t info;
@@ -82,19 +97,21 @@ ncclResult_t epEntryDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t
   if (r == ncclSuccess) r = TAKE(call, NCCL_EP_DISPATCH_OUTPUTS, ncclEpDispatchOutputs_t, 8, outputs, &out);
   if (r == ncclSuccess) r = TAKE_OPTIONAL(call, NCCL_EP_LAYOUT_INFO, ncclEpLayoutInfo_t, 4, layout_info, &info);
   if (r == ncclSuccess) r = TAKE_OPTIONAL(call, NCCL_EP_DISPATCH_CONFIG, ncclEpDispatchConfig_t, 4, config, &c);
-  return r == ncclSuccess ? epDispatch(handle, &in, &out, &info, &c, ext, stream) : r;
+  return r == ncclSuccess ? epDispatch(call, handle, &in, &out, &info, &c, ext, stream) : r;
 }
 
 ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
                             const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                             const ncclEpDispatchConfig_t *config, cudaStream_t stream) {
+  EP_CALL();
   const ncclEpDispatchExtConfig_t none = NCCL_EP_DISPATCH_EXT_CONFIG_INIT;
-  return epEntryDispatch(handle, inputs, outputs, layout_info, config, &none, stream);
+  return epEntryDispatch("ncclEpDispatch", handle, inputs, outputs, layout_info, config, &none, stream);
 }
 
 ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
                            const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
                            cudaStream_t stream) {
+  EP_CALL();
   static const char call[] = "ncclEpCombine";
   ncclEpCombineInputs_t in;
   ncclEpCombineOutputs_t out;
@@ -106,6 +123,7 @@ ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *i
 }
 
 ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t *config, cudaStream_t stream) {
+  EP_CALL();
   static const char call[] = "ncclEpComplete";
   ncclEpCompleteConfig_t c;
   ncclResult_t r = TAKE_OPTIONAL(call, NCCL_EP_COMPLETE_CONFIG, ncclEpCompleteConfig_t, 4, config, &c);
@@ -119,28 +137,33 @@ static ncclResult_t epNoMasks(const char *call, ncclEpGroup_t group) {
 }
 
 ncclResult_t ncclEpMaskQuery(ncclEpGroup_t ep_group, int *mask_status, cudaStream_t stream) {
+  EP_CALL();
   (void)mask_status, (void)stream;
   return epNoMasks("ncclEpMaskQuery", ep_group);
 }
 
 ncclResult_t ncclEpMaskUpdate(ncclEpGroup_t ep_group, const int *mask, cudaStream_t stream) {
+  EP_CALL();
   (void)mask, (void)stream;
   return epNoMasks("ncclEpMaskUpdate", ep_group);
 }
 
 ncclResult_t ncclEpMaskClean(ncclEpGroup_t ep_group, cudaStream_t stream) {
+  EP_CALL();
   (void)stream;
   return epNoMasks("ncclEpMaskClean", ep_group);
 }
 
 ncclResult_t ncclEpGetAsyncError(ncclEpGroup_t ep_group, int *error_out) {
+  EP_CALL();
   ncclResult_t r = epGroupFind("ncclEpGetAsyncError", ep_group);
-  if (r == ncclSuccess && !error_out) r = epFail(ncclInvalidArgument, "ncclEpGetAsyncError: error_out is NULL");
+  if (r == ncclSuccess && !error_out) r = epFail(ncclInvalidArgument, "ncclEpGetAsyncError: error_out is NULL: expected room for an int");
   if (r == ncclSuccess) *error_out = epGroupAsyncError(ep_group);
   return r;
 }
 
 ncclResult_t ncclEpErrorClear(ncclEpGroup_t ep_group) {
+  EP_CALL();
   ncclResult_t r = epGroupFind("ncclEpErrorClear", ep_group);
   if (r == ncclSuccess) epGroupErrorClear(ep_group);
   return r;

@@ -10,6 +10,7 @@
   return r == ncclSuccess ? m->call : r
 
 ncclResult_t ncclEpEmuCommInitAll(ncclComm_t *comms, int scaleOut, int scaleUp, const ncclEpEmuOptions_t *options) {
+  EP_CALL();
   static const char call[] = "ncclEpEmuCommInitAll";
   ncclEpEmuOptions_t o;
   const epEmuModule *m = NULL;
@@ -24,51 +25,78 @@ ncclResult_t ncclEpEmuCommInitAll(ncclComm_t *comms, int scaleOut, int scaleUp, 
   return r == ncclSuccess ? m->commInitAll(comms, scaleOut, scaleUp, &o) : r;
 }
 
-ncclResult_t ncclEpEmuCommDestroy(ncclComm_t comm) { FORWARD(commDestroy(comm)); }
+ncclResult_t ncclEpEmuCommDestroy(ncclComm_t comm) {
+  EP_CALL();
+  FORWARD(commDestroy(comm));
+}
 
 ncclResult_t ncclEpEmuMalloc(ncclComm_t comm, void **ptr, size_t bytes, const char *name) {
+  EP_CALL();
   FORWARD(malloc(comm, ptr, bytes, name));
 }
 
-ncclResult_t ncclEpEmuFree(ncclComm_t comm, void *ptr) { FORWARD(free(comm, ptr)); }
+ncclResult_t ncclEpEmuFree(ncclComm_t comm, void *ptr) {
+  EP_CALL();
+  FORWARD(free(comm, ptr));
+}
 
 ncclResult_t ncclEpEmuMemcpy(ncclComm_t comm, void *dst, const void *src, size_t bytes, cudaStream_t stream) {
+  EP_CALL();
   FORWARD(memcpy(comm, dst, src, bytes, stream));
 }
 
 ncclResult_t ncclEpEmuMemset(ncclComm_t comm, void *dst, int value, size_t bytes, cudaStream_t stream) {
+  EP_CALL();
   FORWARD(memset(comm, dst, value, bytes, stream));
 }
 
-ncclResult_t ncclEpEmuStreamCreate(ncclComm_t comm, cudaStream_t *stream) { FORWARD(streamCreate(comm, stream)); }
+ncclResult_t ncclEpEmuStreamCreate(ncclComm_t comm, cudaStream_t *stream) {
+  EP_CALL();
+  FORWARD(streamCreate(comm, stream));
+}
 
-ncclResult_t ncclEpEmuStreamDestroy(ncclComm_t comm, cudaStream_t stream) { FORWARD(streamDestroy(comm, stream)); }
+ncclResult_t ncclEpEmuStreamDestroy(ncclComm_t comm, cudaStream_t stream) {
+  EP_CALL();
+  FORWARD(streamDestroy(comm, stream));
+}
 
 ncclResult_t ncclEpEmuStreamSynchronize(ncclComm_t comm, cudaStream_t stream) {
+  EP_CALL();
   FORWARD(streamSynchronize(comm, stream));
 }
 
-ncclResult_t ncclEpEmuEventCreate(ncclComm_t comm, cudaEvent_t *event) { FORWARD(eventCreate(comm, event)); }
+ncclResult_t ncclEpEmuEventCreate(ncclComm_t comm, cudaEvent_t *event) {
+  EP_CALL();
+  FORWARD(eventCreate(comm, event));
+}
 
-ncclResult_t ncclEpEmuEventDestroy(ncclComm_t comm, cudaEvent_t event) { FORWARD(eventDestroy(comm, event)); }
+ncclResult_t ncclEpEmuEventDestroy(ncclComm_t comm, cudaEvent_t event) {
+  EP_CALL();
+  FORWARD(eventDestroy(comm, event));
+}
 
 ncclResult_t ncclEpEmuEventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream) {
+  EP_CALL();
   FORWARD(eventRecord(comm, event, stream));
 }
 
 ncclResult_t ncclEpEmuStreamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEvent_t event) {
+  EP_CALL();
   FORWARD(streamWaitEvent(comm, stream, event));
 }
 
 ncclResult_t ncclEpEmuWindowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *window) {
+  EP_CALL();
   FORWARD(windowRegister(comm, buffer, bytes, window));
 }
 
 ncclResult_t ncclEpEmuWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
+  EP_CALL();
   FORWARD(windowDeregister(comm, window));
 }
 
 ncclResult_t ncclEpEmuGetReport(ncclComm_t comm, ncclEpEmuReport_t *report) {
+  EP_CALL();
   ncclEpEmuReport_t out;
   const epEmuModule *m = NULL;
   ncclResult_t r =

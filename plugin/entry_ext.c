@@ -11,6 +11,7 @@
 const char *ncclEpGetLastErrorString(void) { return epLastError(); }
 
 ncclResult_t ncclEpGetErrorInfo(ncclEpGroup_t group, ncclEpErrorInfo_t *info) {
+  EP_CALL();
   static const char call[] = "ncclEpGetErrorInfo";
   ncclEpErrorInfo_t out;
   ncclResult_t r = TAKE(call, ncclEpErrorInfo_t, info, &out);
@@ -24,6 +25,7 @@ ncclResult_t ncclEpGetErrorInfo(ncclEpGroup_t group, ncclEpErrorInfo_t *info) {
 
 ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config,
                                        ncclEpBufferSize_t *sizes) {
+  EP_CALL();
   static const char call[] = "ncclEpCalculateBufferSize";
   ncclEpBufferSizeConfig_t c;
   ncclEpBufferSize_t out;
@@ -35,6 +37,7 @@ ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeCo
 }
 
 ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties) {
+  EP_CALL();
   ncclEpGroupProperties_t out;
   ncclResult_t r = TAKE("ncclEpGetGroupProperties", ncclEpGroupProperties_t, properties, &out);
   if (r == ncclSuccess) r = epGroupProperties(group, &out);
@@ -46,13 +49,16 @@ ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs
                                const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                                const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext_config,
                                cudaStream_t stream) {
+  EP_CALL();
+  static const char call[] = "ncclEpDispatchExt";
   ncclEpDispatchExtConfig_t ext;
-  ncclResult_t r = epTakeOptional("ncclEpDispatchExt", "ext_config", ext_config, (unsigned)sizeof ext, 4, &ext,
+  ncclResult_t r = epTakeOptional(call, "ext_config", ext_config, (unsigned)sizeof ext, 4, &ext,
                                   (unsigned)sizeof ext);
-  return r == ncclSuccess ? epEntryDispatch(handle, inputs, outputs, layout_info, config, &ext, stream) : r;
+  return r == ncclSuccess ? epEntryDispatch(call, handle, inputs, outputs, layout_info, config, &ext, stream) : r;
 }
 
 ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *counts) {
+  EP_CALL();
   ncclEpHostCounts_t out;
   ncclResult_t r = TAKE("ncclEpGetHostCounts", ncclEpHostCounts_t, counts, &out);
   if (r == ncclSuccess) r = epHostCountsGet(handle, &out);
@@ -61,6 +67,7 @@ ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *coun
 }
 
 ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata) {
+  EP_CALL();
   ncclEpHandleMetadata_t out;
   ncclResult_t r = TAKE("ncclEpGetHandleMetadata", ncclEpHandleMetadata_t, metadata, &out);
   if (r == ncclSuccess) r = epHandleMetadata(handle, &out);
@@ -69,6 +76,7 @@ ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata
 }
 
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config) {
+  EP_CALL();
   ncclEpPrepareConfig_t c;
   ncclResult_t r = TAKE("ncclEpPrepare", ncclEpPrepareConfig_t, config, &c);
   return r == ncclSuccess ? epPrepare(group, &c) : r;

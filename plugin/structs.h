@@ -17,7 +17,7 @@ ncclResult_t epTakeOptional(const char *call, const char *name, const void *from
 void epGiveStruct(const void *from, unsigned bytes, void *to);
 
 /* ncclEpDispatch and ncclEpDispatchExt from where they are the same; ext: of the current version. */
-ncclResult_t epEntryDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
+ncclResult_t epEntryDispatch(const char *call, ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
                              const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                              const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,
                              cudaStream_t stream);
