@@ -173,7 +173,7 @@ template <class T> static inline T ncclEpStructInitVersion(unsigned int magic, u
 #define NCCL_EP_AUTO 0
 
 typedef enum {
-  NCCL_EP_ALGO_LOW_LATENCY = 0,    /* small batches (decode); fixed places, no counts beforehand. Not supported yet */
+  NCCL_EP_ALGO_LOW_LATENCY = 0,    /* small batches (decode); fixed places, no counts beforehand */
   NCCL_EP_ALGO_HIGH_THROUGHPUT = 1 /* training and prefill */
 } ncclEpAlgorithm_t;
 
@@ -306,7 +306,7 @@ typedef struct {
   unsigned int size;
   unsigned int magic;
   unsigned int version;        /* NCCL_EP_API_VERSION of the caller */
-  ncclEpAlgorithm_t algorithm; /* NCCL_EP_ALGO_HIGH_THROUGHPUT; zero is low latency, which is not supported yet */
+  ncclEpAlgorithm_t algorithm; /* zero is low latency */
   unsigned int num_experts;    /* E: a multiple of the number of ranks, at most 2048 */
   /* B > 0: tokens a rank dispatches at most. B times top-k is at most 1048576. */
   unsigned int max_dispatch_tokens_per_rank;
@@ -316,7 +316,7 @@ typedef struct {
   /* Widest row of dispatch or combine, bytes: a multiple of 16, at most 65536. A dispatched row counts with its scales,
    * which are rounded up to 16. */
   unsigned int max_token_bytes;
-  unsigned long int rdma_buffer_size; /* low latency's buffer; ignored in high throughput */
+  unsigned long int rdma_buffer_size; /* ignored: the window's size follows from the fields above */
   unsigned int num_qp_per_rank;       /* ignored: one scale-up domain has no queue pairs */
   unsigned int num_channels;          /* ignored: see max_num_sms */
   /* Thread blocks (SMs) of a kernel at most; NCCL_EP_AUTO: the whole GPU. Environment: NCCL_EP_NUM_SMS. With more than
@@ -371,13 +371,14 @@ typedef struct ncclEpHandle *ncclEpHandle_t;
  */
 
 /* Counters and numbering. Tensors are optional (NULL), 1-D, int32 or int64 each, filled on the call's stream.
- * Given to ncclEpCreateHandle or ncclEpUpdateHandle they are filled with the routing's counts; given to a
- * high-throughput ncclEpDispatch only recv_topk_idx_kind is read. */
+ * High throughput: given to ncclEpCreateHandle or ncclEpUpdateHandle they are filled with the routing's counts; of those
+ * given to ncclEpDispatch only recv_topk_idx_kind is read. Low latency: given to ncclEpDispatch (not earlier) they are
+ * filled with what it delivers: expert_counters unpadded slots, recv_total_counter rows (rank-major) or slots. */
 typedef struct {
   unsigned int size;
   unsigned int magic;
   ncclEpTensor_t *expert_counters;         /* [L] flat: rows that chose each local expert; expert-major: padded slots */
-  ncclEpTensor_t *src_rank_counters;       /* [R] low latency, rank-major. Not supported yet */
+  ncclEpTensor_t *src_rank_counters;       /* [R] low latency: rows from each rank */
   ncclEpTensor_t *expert_offsets;          /* [L] expert-major: first slot of each local expert */
   ncclEpTensor_t *recv_total_counter;      /* [1] flat: received rows; expert-major: padded slots in all */
   ncclEpExpertIdKind_t recv_topk_idx_kind; /* (version 2) numbering of dispatch's topk_idx output, flat layout */
@@ -640,6 +641,14 @@ ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle);
  * FP32, FP16, BF16, FP8 (both), uint8, int32 and uint32. A row of scales has a multiple of 4 bytes (fill up to it with
  * bytes of your own), the same on all ranks, and starts 4-byte aligned; with the row of tokens, and rounded up to 16,
  * it fits max_token_bytes. Flat: rows past the received ones stay untouched. Expert-major: padding rows are zero. */
+/* In low latency (forward pass, no recipe) the outputs have fixed places and are 3-D:
+ *   rank-major        tokens [R, B, H], topk_weights [R, B, K], topk_idx [R, B, K] int32: region s holds the tokens of
+ *                     rank s that selected a local expert, packed at its front in source order, with the source's K
+ *                     weights and local ids (-1 elsewhere); unused rows of topk_idx are -1, those of the others untouched
+ *   3-D expert-major  tokens [L, R * B, H], no weights, no indices: region e holds the slots of local expert e, packed at
+ *                     its front in (source rank, source token, k) order. Slots beyond R * B, which repeated ids alone can
+ *                     cause, are dropped and reported
+ * The exchange of the routing is part of it, so ncclEpUpdateHandle is local and quick. */
 ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
                             const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                             const ncclEpDispatchConfig_t *config, cudaStream_t stream);
@@ -652,6 +661,9 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t 
  * rounded to the token type, then the ranks' sums in the order of the highest k each holds, rounded once. Weights are
  * applied by the expert side. A token without selection gets zeros. Collective, asynchronous, capturable, any number of
  * times per update. */
+/* In low latency (forward pass) it follows a dispatch on the same routing; inputs are shaped as that dispatch's outputs.
+ * 3-D expert-major takes the weights: outputs.topk_weights [T, K], an input. A slot enters its rank's sum by fused
+ * multiply-add with its weight; else sums, their order and their rounding are as above. */
 ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
                            const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
                            cudaStream_t stream);
