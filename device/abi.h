@@ -44,7 +44,7 @@ typedef struct epConfig {
 } epConfig;
 
 /* Why a kernel gave up. */
-enum { EP_ERR_NONE = 0, EP_ERR_TIMEOUT, EP_ERR_ABORT };
+enum { EP_ERR_NONE = 0, EP_ERR_TIMEOUT, EP_ERR_ABORT, EP_ERR_MISMATCH /* of EP_ROWS_TAG */ };
 enum {
   EP_PHASE_NONE = 0,
   EP_PHASE_UPDATE_COUNTS,   /* waiting for a source's counts */

@@ -409,9 +409,10 @@ template <class C> DEV void ep_combine(const C c, const epCombineArgs &a) {
   bool push = p::bid() < a.pushBlocks;
   epPipe q = ep_pipe(c, a.group);
   ep_bug_wait_unscheduled(c, a.group, push);
-  if (push)
+  bool usable = ep_record_usable(a.recordLayout, a.record);
+  if (usable && push)
     ep_combine_senders(c, a, q, gen);
-  else if (!ep_is_signaller(c))
+  else if (usable && !ep_is_signaller(c))
     ep_combine_reduce(c, a, q, gen);
   p::grid_launch();
   ep_operation_end(c, a.group, q, gen, a.blocks);

@@ -8,7 +8,7 @@
  * Window of a rank (peers store into it)
  *
  *   counts      u64 [2][R][L + 1]   (generation << 32 | value): rows that source r sends to each of my experts; word L:
- *                                   rows in all. Half = generation of the update & 1.
+ *                                   rows in all (EP_ROWS_WORD). Half = generation of the update & 1.
  *   replies     u64 [2][R][L + 1]   same words from destination r: first slot of my rows at each of its experts; word
  *                                   L: first flat row. A source thereby learns where its rows land.
  *   meta        u32 [2][R][B][1+K]  one row for each token that source r sends me: its index there, then for each k
@@ -56,6 +56,13 @@
 #define EP_MAX_ROW_BYTES 65536u /* 16,384 FP32 elements; beyond, a warp would hold up its flag for too long */
 #define EP_ENTRY_POS_BITS 20u
 #define EP_MAX_ENTRIES (1u << EP_ENTRY_POS_BITS) /* B * K, so that a position fits EP_ENTRY */
+
+/* The word of all rows carries, above the rows, what must be equal on both sides of an update. */
+#define EP_ROWS_BITS 25u
+#define EP_ROWS_TAG(topk, layout) ((uint32_t)(topk) << 1 | (uint32_t)(layout))
+#define EP_ROWS_WORD(rows, tag) ((uint32_t)(rows) | (uint32_t)(tag) << EP_ROWS_BITS)
+#define EP_ROWS_OF(word) ((uint32_t)(word) & ((1u << EP_ROWS_BITS) - 1u))
+#define EP_ROWS_TAG_OF(word) ((uint32_t)(word) >> EP_ROWS_BITS)
 
 #define EP_NONE 0xffffffffu
 #define EP_ENTRY(expert, pos) ((uint32_t)(expert) << EP_ENTRY_POS_BITS | (uint32_t)(pos))
@@ -135,7 +142,7 @@ typedef struct epRecordHeader {
   uint32_t magic, version;
   uint32_t ranks, experts, topk, maxTokens, rank, layout, align;
   uint32_t tokens;      /* T of the routing in the record */
-  uint32_t generation;  /* of the update that wrote it; 0: none yet */
+  uint32_t generation;  /* of the update that wrote it; 0: none, or one that gave up: nothing else may be trusted */
   uint32_t pad[5];
 } epRecordHeader;
 

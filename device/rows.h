@@ -201,6 +201,11 @@ template <class C> DEV void ep_bug_wait_unscheduled(const C c, const epGroupArgs
     p::st_release_sys(&ep_state(g)->epilogueStarted, 1);
 }
 
+/* False: the update before this gave up (and has said so), or there was none: there is nothing to move. */
+DEV bool ep_record_usable(const epRecordLayout &rl, const uint8_t *record) {
+  return p::ldg<uint32_t>(&((const epRecordHeader *)(record + rl.header))->generation) != 0;
+}
+
 /* Tokens of the routing, never more than the record holds: a caller may bring a record of fewer than its tensor. */
 DEV uint32_t ep_tokens(const epRecordLayout &rl, const uint8_t *record, uint32_t given) {
   uint32_t held = p::ldg<uint32_t>(&((const epRecordHeader *)(record + rl.header))->tokens);

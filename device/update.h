@@ -117,7 +117,7 @@ template <class C> DEV void ep_update_bases(const C c, const epUpdateArgs &a, co
       uint32_t dst = expert ? i / locals : i - c.experts, word = expert ? i % locals : locals;
       uint64_t *counts = (uint64_t *)(ep_window(a.group, dst) + a.group.window.counts);
       p::st_relaxed_sys(counts + (uint64_t)((gen & 1) * c.ranks + a.group.rank) * (locals + 1) + word,
-                        ep_word(gen, total));
+                        ep_word(gen, expert ? total : EP_ROWS_WORD(total, EP_ROWS_TAG(c.topk, c.layout))));
     }
   }
 }
@@ -232,14 +232,18 @@ template <class C> DEV bool ep_gather_counts(const C c, const epUpdateArgs &a, c
   for (uint32_t i = p::tid(); i < c.ranks * words && ok; i += c.threads) {
     uint32_t s = i / words, e = i % words, v;
     ok = ep_wait_word(a.group, counts + i, gen, EP_PHASE_UPDATE_COUNTS, s, &v);
+    if (ok && e == locals && EP_ROWS_TAG_OF(v) != EP_ROWS_TAG(c.topk, c.layout)) {
+      ep_report(a.group, EP_ERR_MISMATCH, EP_PHASE_UPDATE_COUNTS, s, EP_ROWS_TAG(c.topk, c.layout), EP_ROWS_TAG_OF(v));
+      ok = false;
+    }
     if (ok)
-      p::sts<uint32_t>(e < locals ? g.counts + 4 * (s * locals + e) : g.rows + 4 * s, v);
+      p::sts<uint32_t>(e < locals ? g.counts + 4 * (s * locals + e) : g.rows + 4 * s, e < locals ? v : EP_ROWS_OF(v));
   }
   return ep_block_agrees(ok);
 }
 
 /* One thread: the record's header, by which it is known wherever its memory was moved. */
-template <class C> DEV void ep_update_header(const C c, const epUpdateArgs &a, uint32_t gen) {
+template <class C> DEV void ep_update_header(const C c, const epUpdateArgs &a) {
   epRecordHeader *h = (epRecordHeader *)(a.record + a.recordLayout.header);
   p::stg<uint32_t>(&h->magic, EP_RECORD_MAGIC);
   p::stg<uint32_t>(&h->version, EP_RECORD_VERSION);
@@ -251,7 +255,6 @@ template <class C> DEV void ep_update_header(const C c, const epUpdateArgs &a, u
   p::stg<uint32_t>(&h->layout, c.layout);
   p::stg<uint32_t>(&h->tokens, a.tokens);
   p::stg<uint32_t>(&h->align, a.align);
-  p::stg<uint32_t>(&h->generation, gen);
 }
 
 /* Whole block: exact counts for the host; their generation goes last. */
@@ -324,7 +327,7 @@ template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, u
     p::stg<uint32_t>(zoneBase + locals, ep_lds(g.zoneBase, locals));
     p::stg<uint32_t>(recvBase + c.ranks, ep_lds(g.recvBase, c.ranks));
     ep_put_counter(a.recvTotal, a.recvTotalWide, 0, rows);
-    ep_update_header(c, a, gen);
+    ep_update_header(c, a);
     if (a.budget && rows > a.budget)
       p::st_relaxed_sys(&a.group.error->overflowNeeded, rows);
   }
@@ -360,7 +363,7 @@ template <class C> DEV void ep_update_copy_meta(const C c, const epUpdateArgs &a
   if (!ep_block_agrees(ok))
     return;
   for (uint32_t s = 0; s < c.ranks; s++) {
-    uint32_t rows = (uint32_t)p::ld_relaxed_sys(counts + (uint64_t)s * (locals + 1) + locals);
+    uint32_t rows = EP_ROWS_OF(p::ld_relaxed_sys(counts + (uint64_t)s * (locals + 1) + locals));
     const uint32_t *in = ep_meta(a.group, c.ranks, me, s, gen);
     uint32_t *to = out + (uint64_t)s * a.group.maxTokens * width;
     for (uint32_t i = p::bid() * c.threads + p::tid(); i < rows * width; i += a.blocks * c.threads)
@@ -402,6 +405,8 @@ template <class C> DEV void ep_update(const C c, const epUpdateArgs &a) {
   }
   p::sync_threads();
   if (p::tid() == 0 && (a.blocks == 1 || p::atomic_add_acq_rel_gpu(&state->updateDone, 1) == a.blocks - 1)) {
+    bool whole = p::ld_relaxed_sys(&state->aborted) == 0; /* else what follows on the stream must not trust the record */
+    p::stg<uint32_t>(&((epRecordHeader *)(a.record + a.recordLayout.header))->generation, whole ? gen : 0);
     p::stg<uint32_t>(&state->updateArrived, 0);
     p::stg<uint32_t>(&state->updateSent, 0);
     p::stg<uint32_t>(&state->updateDone, 0);

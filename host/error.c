@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "low_latency.h"
 #include "runtime.h"
 
 enum { EP_SEEN_INDEX = 1, EP_SEEN_OVERFLOW = 2 };
@@ -34,9 +35,46 @@ static const char *epPhaseName(uint32_t phase) {
 }
 
 static void epLostText(const struct ncclEpGroup *g, const epErrorRecord *e, char *text, size_t bytes) {
+  if (e->code == EP_ERR_MISMATCH) { /* the words compared are EP_ROWS_TAG */
+    snprintf(text, bytes,
+             "rank %d updated a handle with top-k %u and layout %s, rank %u one with top-k %u and layout %s: expected "
+             "the same on all ranks",
+             g->topology.rank, e->expected >> 1, e->expected & 1 ? "expert-major" : "flat", e->peer, e->seen >> 1,
+             e->seen & 1 ? "expert-major" : "flat");
+    return;
+  }
   snprintf(text, bytes, "rank %d %s in %s, waiting for rank %u: expected generation %u, seen %u (timeout %llu ms)",
            g->topology.rank, e->code == EP_ERR_ABORT ? "was aborted" : "timed out", epPhaseName(e->phase), e->peer,
            e->expected, e->seen, (unsigned long long)(g->config.timeout_ns / 1000000));
+}
+
+/* Update writes both words of the value, the low-latency kernels one with a sign. */
+static void epIndexText(const struct ncclEpGroup *g, const epErrorRecord *e, char *text, size_t bytes) {
+  long long value = epShared(&e->badIndexCode) == 2 ? (long long)((uint64_t)e->badIndexHigh << 32 | e->badIndexValue)
+                                                    : (long long)(int32_t)e->badIndexValue;
+  snprintf(text, bytes, "topk_idx[%u][%u] is %lld: expected -1 or an expert below %u; taken as -1", e->badIndexToken,
+           e->badIndexK, value, g->shape.experts);
+}
+
+/* Rows there were room for; 0: eager, where each dispatch has its own. */
+static uint32_t epRoom(const struct ncclEpGroup *g) {
+  return epIsLl(g) ? g->shape.ranks * g->shape.maxTokens : g->budget;
+}
+
+static void epOverflowText(const struct ncclEpGroup *g, uint32_t needed, char *text, size_t bytes) {
+  if (epIsLl(g))
+    snprintf(text, bytes,
+             "an expert was chosen %u times, more than its %u places (ranks times max_dispatch_tokens_per_rank); the rest "
+             "was dropped",
+             needed, epRoom(g));
+  else if (g->budget)
+    snprintf(text, bytes,
+             "a routing needs %u rows, more than max_recv_tokens_per_rank, %u; the rest was dropped", needed, g->budget);
+  else
+    snprintf(text, bytes,
+             "a routing needs %u rows, more than the outputs of ncclEpDispatch had (the group is eager); the rest was "
+             "dropped",
+             needed);
 }
 
 /* Looks at the record; what is new goes to the log once. Caller holds the lock. */
@@ -51,13 +89,13 @@ static void epGroupLook(struct ncclEpGroup *g) {
   }
   if (!(g->reported & EP_SEEN_INDEX) && epShared(&e->badIndexCode)) {
     g->reported |= EP_SEEN_INDEX;
-    epLog(EP_LOG_WARN, "group %p: rank %d: topk_idx[%u][%u] is %d: expected -1 or an expert below %u; taken as -1",
-          (void *)g, g->topology.rank, e->badIndexToken, e->badIndexK, (int)e->badIndexValue, g->shape.experts);
+    epIndexText(g, e, text, sizeof text);
+    epLog(EP_LOG_WARN, "group %p: rank %d: %s", (void *)g, g->topology.rank, text);
   }
   if (!(g->reported & EP_SEEN_OVERFLOW) && epShared(&e->overflowNeeded)) {
     g->reported |= EP_SEEN_OVERFLOW;
-    epLog(EP_LOG_WARN, "group %p: rank %d: a routing needs %u rows, more than the %u there are; the rest was dropped",
-          (void *)g, g->topology.rank, e->overflowNeeded, g->budget);
+    epOverflowText(g, e->overflowNeeded, text, sizeof text);
+    epLog(EP_LOG_WARN, "group %p: rank %d: %s", (void *)g, g->topology.rank, text);
   }
 }
 
@@ -105,7 +143,7 @@ void epGroupErrorInfo(struct ncclEpGroup *g, ncclEpErrorInfo_t *info) {
   info->code = 0;
   info->expected = info->seen = 0;
   if (code != EP_ERR_NONE) {
-    info->code = code == EP_ERR_ABORT ? 2 : 1;
+    info->code = code == EP_ERR_ABORT ? 2 : code == EP_ERR_MISMATCH ? 5 : 1;
     info->peer = (int)e->peer;
     info->expected = e->expected;
     info->seen = e->seen;
@@ -116,15 +154,13 @@ void epGroupErrorInfo(struct ncclEpGroup *g, ncclEpErrorInfo_t *info) {
     info->expected = g->shape.experts;
     info->seen = e->badIndexValue;
     snprintf(info->phase, sizeof info->phase, "update: topk_idx");
-    snprintf(info->text, sizeof info->text, "topk_idx[%u][%u] is %d: expected -1 or an expert below %u; taken as -1",
-             e->badIndexToken, e->badIndexK, (int)e->badIndexValue, g->shape.experts);
+    epIndexText(g, e, info->text, sizeof info->text);
   } else if (epShared(&e->overflowNeeded)) {
     info->code = 4;
     info->expected = e->overflowNeeded;
-    info->seen = g->budget;
+    info->seen = epRoom(g);
     snprintf(info->phase, sizeof info->phase, "overflow");
-    snprintf(info->text, sizeof info->text, "a routing needs %u rows, the budget is %u; the rest was dropped",
-             e->overflowNeeded, g->budget);
+    epOverflowText(g, e->overflowNeeded, info->text, sizeof info->text);
   }
   pthread_mutex_unlock(&g->lock);
 }

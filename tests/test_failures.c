@@ -461,6 +461,74 @@ static void severalGroups(void **state) {
   epRoundFree(&round);
 }
 
+/* ---- A failed update with work queued behind it
+ * ------------------------------------------------------------------------------------------ */
+
+/* Rank 1 differs by one in its top-k, or never calls; dispatch and combine are queued before anybody has noticed. */
+typedef struct failedUpdate {
+  const epRound *round;
+  int absent;
+} failedUpdate;
+
+static void failedUpdateBody(epTestRank *me) {
+  const failedUpdate *f = me->arg;
+  const epCase *c = f->round->c;
+  uint32_t topk = c->topk + (uint32_t)(me->rank == 1 && !f->absent);
+  enum { TOKENS = 4, ROWS = 64 };
+  int64_t ids[TOKENS * EP_TEST_MAX_RANKS] = {0};
+  epTestTensor idx = {0}, x = {0}, w = {0}, out = {0}, outW = {0}, y = {0};
+  ncclEpHandle_t handle = NULL;
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  epGroupMake(me, c);
+  if (!me->group) return;
+  epTensorMake(me, &idx, ncclInt64, 2, TOKENS, topk, "topk_idx");
+  for (uint32_t i = 0; i < TOKENS * topk; i++) ids[i] = i % c->experts;
+  epTensorFill(me, &idx, ids);
+  epTensorMake(me, &x, c->type, 2, TOKENS, c->hidden, "tokens");
+  epTensorMake(me, &w, ncclFloat32, 2, TOKENS, topk, "weights");
+  epTensorMake(me, &out, c->type, 2, ROWS, c->hidden, "out");
+  epTensorMake(me, &outW, ncclFloat32, 1, ROWS, 0, "out weights");
+  epTensorMake(me, &y, c->type, 2, TOKENS, c->hidden, "y");
+  if (me->rank == 0 || !f->absent) {
+    ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+    ncclEpDispatchOutputs_t outs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+    ncclEpCombineInputs_t back = NCCL_EP_COMBINE_INPUTS_INIT;
+    ncclEpCombineOutputs_t sums = NCCL_EP_COMBINE_OUTPUTS_INIT;
+    in.tokens = &x.t, in.topk_weights = &w.t, outs.tokens = &out.t, outs.topk_weights = &outW.t;
+    back.tokens = &out.t, sums.tokens = &y.t;
+    EXPECT_OK(me, ncclEpCreateHandle(&handle, me->group, NCCL_EP_LAYOUT_EXPERT_MAJOR, &idx.t, NULL, NULL, NULL));
+    EXPECT_OK(me, ncclEpDispatch(handle, &in, &outs, NULL, NULL, NULL));
+    EXPECT_OK(me, ncclEpCombine(handle, &back, &sums, NULL, NULL));
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+    EXPECT(me, info.code == (f->absent ? 1 : 5) && info.peer == 1 - me->rank, "code %d, peer %d: %s", info.code, info.peer,
+           info.text);
+    for (size_t i = 0; i < out.bytes; i++) /* nothing moved */
+      if (((unsigned char *)out.t.data)[i] != ((unsigned char *)outW.t.data)[0]) {
+        EXPECT(me, 0, "byte %zu of the output was written", i);
+        break;
+      }
+    EXPECT_OK(me, ncclEpHandleDestroy(handle));
+  }
+  epTensorFree(me, &idx), epTensorFree(me, &x), epTensorFree(me, &w);
+  epTensorFree(me, &out), epTensorFree(me, &outW), epTensorFree(me, &y);
+  EXPECT_OK(me, ncclEpGroupDestroy(me->group));
+}
+
+static void aFailedUpdateMovesNothing(void **state) {
+  (void)state;
+  for (int absent = 0; absent < 2; absent++) {
+    epCase c = small(2, NCCL_EP_LAYOUT_EXPERT_MAJOR);
+    epRound round;
+    uint64_t seed = 3;
+    c.groupTopk = c.topk + 1, c.timeoutNs = 200000000;
+    epRoundMake(&round, &c, (uint32_t[]){4, 4}, epPickRandom, &seed);
+    failedUpdate f = {&round, absent};
+    runWorlds(2, &f, failedUpdateBody);
+    epRoundFree(&round);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(smallBudgetDropsTheRest),
@@ -469,6 +537,7 @@ int main(void) {
       cmocka_unit_test(configMismatchIsNamedOnEveryRank),
       cmocka_unit_test(aRankThatStaysAwayIsReported),
       cmocka_unit_test(lateRanksAreWaitedFor),
+      cmocka_unit_test(aFailedUpdateMovesNothing),
       cmocka_unit_test(severalHandlesInterleave),
       cmocka_unit_test(recordsMayMove),
       cmocka_unit_test(destroyInAnyOrder),
