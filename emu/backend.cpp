@@ -49,7 +49,10 @@ ncclResult_t freeRegion(Lock &lock, Fabric &f, int rank, void *p, bool mapped, c
   if (!p) return ncclSuccess;
   Region *r = f.engine.memory.regionAt(p);
   if (!r || r->base != p || r->freed || r->rank != rank || (r->kind == RegionKind::Mapped) != mapped)
-    return fail(ncclInvalidArgument, "%s: %p is not the start of emulated memory of rank %d", call, p, rank);
+    return fail(ncclInvalidArgument,
+                "%s: %p is not the start of memory that rank %d holds: expected an address as it "
+                "was given out, not yet freed",
+                call, p, rank);
   if (f.ranks[size_t(rank)].broken.empty())
     f.synchronizeRank(lock, rank, call); // as cudaFree does; an error is told by others
   f.engine.memory.release(r);

@@ -116,8 +116,10 @@ ncclResult_t Fabric::findStream(int rank, cudaStream_t handle, const char *call,
       *out = s.get();
       return ncclSuccess;
     }
-  return fail(ncclInvalidArgument, "%s: stream %p is not one of rank %d's emulated streams", call,
-              static_cast<void *>(handle), rank);
+  return fail(ncclInvalidArgument,
+              "%s: stream %p is not one of rank %d's emulated streams: expected NULL or one that "
+              "ncclEpEmuStreamCreate gave for this communicator",
+              call, static_cast<void *>(handle), rank);
 }
 
 void Fabric::queue(int rank, Stream *s, StreamOp op) {

@@ -42,6 +42,11 @@ struct Region {
   size_t bytes, mapped;
   Word *shadow; // NULL for mapped memory: host writes to it are not seen, so nothing is checked
   bool bornValid, freed;
+  // `n` bytes from p on lie inside. Nothing here is added, so nothing overflows.
+  bool holds(const void *p, size_t n) const {
+    size_t off = size_t(static_cast<const u8 *>(p) - base); // huge below the base
+    return off <= bytes && n <= bytes - off;
+  }
 };
 
 class Memory {
@@ -59,6 +64,8 @@ public:
     size_t off = size_t(static_cast<const u8 *>(p) - arena);
     return off < reserved && pages[off >> 12] ? regions[pages[off >> 12]].get() : nullptr;
   }
+  // The address is emulated memory's, whether or not anything was ever there.
+  bool covers(const void *p) const { return size_t(static_cast<const u8 *>(p) - arena) < reserved; }
   static Word *wordAt(Region *r, const void *p) {
     return r->shadow + (size_t(static_cast<const u8 *>(p) - r->base) >> 2);
   }

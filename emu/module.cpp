@@ -1,13 +1,17 @@
 // The module's one exported symbol: the table behind the ncclEpEmu* calls of nccl_ep_ext.h, and the way from a
 // communicator to its backend. No exception leaves it: memory that is not there becomes an error.
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
-#include <new>
+#include <exception>
 #include <set>
 
 #include "backend_emu.h"
+#include "bugs.h"
 
 namespace emu {
+
+static const unsigned MAX_SMS = 1024; // more than any GPU has: what is above is no count
 
 static std::set<Comm *> &comms() { // under the lock
   static std::set<Comm *> s;
@@ -30,9 +34,28 @@ template <class Body> static ncclResult_t with(ncclComm_t handle, const char *ca
     c->fabric->touch(c->rank);
     ncclResult_t rc = givesBack ? ncclSuccess : c->fabric->enter(c->rank, call);
     return rc != ncclSuccess ? rc : body(lock, *c);
-  } catch (const std::bad_alloc &) {
-    return fail(ncclSystemError, "%s: out of host memory", call);
+  } catch (const std::exception &e) { // of the standard library's containers: no memory, or a size beyond all
+    return fail(ncclSystemError, "%s: out of host memory (%s)", call, e.what());
   }
+}
+
+// Whether `bytes` at p can be copied or filled, as far as that can be known: of host memory only its address is.
+static ncclResult_t checkSpan(Fabric &f, const char *call, const char *name, const void *p, size_t bytes) {
+  Memory &memory = f.engine.memory;
+  Region *r = memory.regionAt(p);
+  if (!p)
+    return fail(ncclInvalidArgument, "%s: %s is NULL: expected %zu bytes of host or emulated memory", call, name,
+                bytes);
+  if (r && r->freed)
+    return fail(ncclInvalidArgument, "%s: %s is %s: expected memory that was not freed", call, name,
+                memory.where(p).c_str());
+  if (r && !r->holds(p, bytes))
+    return fail(ncclInvalidArgument, "%s: %zu bytes at %s, which is %s: expected no more than its %zu bytes hold", call,
+                bytes, name, memory.where(p).c_str(), r->bytes);
+  if (!r && (memory.covers(p) || bytes > size_t(PTRDIFF_MAX)))
+    return fail(ncclInvalidArgument, "%s: %zu bytes at %s %p: expected host memory, or memory from ncclEpEmuMalloc",
+                call, bytes, name, p);
+  return ncclSuccess;
 }
 
 static int ownsComm(ncclComm_t comm) {
@@ -56,6 +79,16 @@ static ncclResult_t commInitAll(ncclComm_t *out, int scaleOut, int scaleUp, cons
   o.seed = 1;
   if (given) memcpy(&o, given, std::min<size_t>(given->size, sizeof o));
   if (!o.num_sms) o.num_sms = 8;
+  if (o.num_sms > MAX_SMS)
+    return fail(ncclInvalidArgument, "ncclEpEmuCommInitAll: options.num_sms %u: expected at most %u, or 0 for 8",
+                o.num_sms, MAX_SMS);
+  if (o.bug >= EP_BUG_COUNT)
+    return fail(ncclInvalidArgument, "ncclEpEmuCommInitAll: options.bug %u: expected 0 or a planted fault below %d",
+                o.bug, int(EP_BUG_COUNT));
+  if (o.no_weak_memory > 1 || o.no_bulk_copies > 1)
+    return fail(ncclInvalidArgument,
+                "ncclEpEmuCommInitAll: options.no_weak_memory %u, options.no_bulk_copies %u: expected 0 or 1",
+                o.no_weak_memory, o.no_bulk_copies);
   try {
     Lock lock = lockEmulator();
     auto fabric = std::make_shared<Fabric>(scaleOut, scaleUp, o);
@@ -65,8 +98,8 @@ static ncclResult_t commInitAll(ncclComm_t *out, int scaleOut, int scaleUp, cons
       comms().insert(c);
       out[r] = reinterpret_cast<ncclComm_t>(c);
     }
-  } catch (const std::bad_alloc &) {
-    return fail(ncclSystemError, "ncclEpEmuCommInitAll: out of host memory");
+  } catch (const std::exception &e) {
+    return fail(ncclSystemError, "ncclEpEmuCommInitAll: out of host memory (%s)", e.what());
   }
   return ncclSuccess;
 }
@@ -88,7 +121,7 @@ static ncclResult_t commDestroy(ncclComm_t comm) {
 
 static ncclResult_t allocate(ncclComm_t comm, void **ptr, size_t bytes, const char *name) {
   return with(comm, "ncclEpEmuMalloc", [&](Lock &, Comm &c) {
-    if (!ptr) return fail(ncclInvalidArgument, "ncclEpEmuMalloc: ptr is NULL");
+    if (!ptr) return fail(ncclInvalidArgument, "ncclEpEmuMalloc: ptr is NULL: expected room for the address");
     u8 *p = c.fabric->engine.memory.allocate(name ? name : "memory", c.rank, RegionKind::Device, bytes);
     if (!p) return fail(ncclSystemError, "ncclEpEmuMalloc: %zu bytes are not there", bytes);
     *ptr = p;
@@ -107,7 +140,9 @@ static ncclResult_t copy(ncclComm_t comm, void *dst, const void *src, size_t byt
     Stream *s;
     ncclResult_t rc = c.fabric->findStream(c.rank, stream, "ncclEpEmuMemcpy", &s);
     if (rc != ncclSuccess || !bytes) return rc;
-    if (!dst || !src) return fail(ncclInvalidArgument, "ncclEpEmuMemcpy: dst %p, src %p", dst, src);
+    if ((rc = checkSpan(*c.fabric, "ncclEpEmuMemcpy", "dst", dst, bytes)) != ncclSuccess ||
+        (rc = checkSpan(*c.fabric, "ncclEpEmuMemcpy", "src", src, bytes)) != ncclSuccess)
+      return rc;
     StreamOp op{StreamOp::Copy};
     op.dst = static_cast<u8 *>(dst), op.src = static_cast<const u8 *>(src), op.bytes = bytes;
     if (!c.fabric->engine.memory.regionAt(src))
@@ -119,15 +154,17 @@ static ncclResult_t copy(ncclComm_t comm, void *dst, const void *src, size_t byt
 
 static ncclResult_t fill(ncclComm_t comm, void *dst, int value, size_t bytes, cudaStream_t stream) {
   return with(comm, "ncclEpEmuMemset", [&](Lock &, Comm &c) {
-    if (!bytes) return ncclSuccess;
-    if (!dst) return fail(ncclInvalidArgument, "ncclEpEmuMemset: dst is NULL");
-    return queueFill(*c.fabric, c.rank, dst, value, bytes, stream, "ncclEpEmuMemset");
+    Stream *s;
+    ncclResult_t rc = c.fabric->findStream(c.rank, stream, "ncclEpEmuMemset", &s);
+    if (rc != ncclSuccess || !bytes) return rc;
+    rc = checkSpan(*c.fabric, "ncclEpEmuMemset", "dst", dst, bytes);
+    return rc != ncclSuccess ? rc : queueFill(*c.fabric, c.rank, dst, value, bytes, stream, "ncclEpEmuMemset");
   });
 }
 
 static ncclResult_t streamCreate(ncclComm_t comm, cudaStream_t *stream) {
   return with(comm, "ncclEpEmuStreamCreate", [&](Lock &, Comm &c) {
-    if (!stream) return fail(ncclInvalidArgument, "ncclEpEmuStreamCreate: stream is NULL");
+    if (!stream) return fail(ncclInvalidArgument, "ncclEpEmuStreamCreate: stream is NULL: expected room for a stream");
     Stream *s;
     ncclResult_t rc = c.fabric->createStream(c.rank, &s);
     if (rc == ncclSuccess) *stream = reinterpret_cast<cudaStream_t>(s);
@@ -162,9 +199,16 @@ static std::shared_ptr<StreamEvent> findEvent(Comm &c, cudaEvent_t event) {
   return nullptr;
 }
 
+static ncclResult_t noEvent(Comm &c, cudaEvent_t event, const char *call) {
+  return fail(ncclInvalidArgument,
+              "%s: event %p is not one of rank %d's: expected one that ncclEpEmuEventCreate gave "
+              "for this communicator, not yet destroyed",
+              call, static_cast<void *>(event), c.rank);
+}
+
 static ncclResult_t eventCreate(ncclComm_t comm, cudaEvent_t *event) {
   return with(comm, "ncclEpEmuEventCreate", [&](Lock &, Comm &c) {
-    if (!event) return fail(ncclInvalidArgument, "ncclEpEmuEventCreate: event is NULL");
+    if (!event) return fail(ncclInvalidArgument, "ncclEpEmuEventCreate: event is NULL: expected room for an event");
     auto &v = c.fabric->ranks[size_t(c.rank)].events;
     v.push_back(std::make_shared<StreamEvent>());
     *event = reinterpret_cast<cudaEvent_t>(v.back().get());
@@ -177,7 +221,7 @@ static ncclResult_t eventDestroy(ncclComm_t comm, cudaEvent_t event) {
       comm, "ncclEpEmuEventDestroy",
       [&](Lock &, Comm &c) {
         auto e = findEvent(c, event);
-        if (!e) return fail(ncclInvalidArgument, "ncclEpEmuEventDestroy: not an event of rank %d", c.rank);
+        if (!e) return noEvent(c, event, "ncclEpEmuEventDestroy");
         auto &v = c.fabric->ranks[size_t(c.rank)].events;
         v.erase(std::find(v.begin(), v.end(), e));
         return ncclSuccess;
@@ -191,7 +235,7 @@ static ncclResult_t queueEvent(ncclComm_t comm, cudaEvent_t event, cudaStream_t 
     Stream *s;
     ncclResult_t rc = c.fabric->findStream(c.rank, stream, call, &s);
     if (rc != ncclSuccess) return rc;
-    if (!e) return fail(ncclInvalidArgument, "%s: not an event of rank %d", call, c.rank);
+    if (!e) return noEvent(c, event, call);
     if (!record && !e->recordsQueued) return ncclSuccess; // never recorded: nothing to wait for
     StreamOp op{record ? StreamOp::Record : StreamOp::Wait};
     op.event = e;
@@ -215,9 +259,13 @@ static ncclResult_t windowRegister(ncclComm_t comm, void *buffer, size_t bytes, 
   return with(comm, "ncclEpEmuWindowRegister", [&](Lock &lock, Comm &c) {
     Fabric &f = *c.fabric;
     Region *r = f.engine.memory.regionAt(buffer);
-    if (!window || !r || r->freed || r->rank != c.rank || static_cast<u8 *>(buffer) + bytes > r->base + r->bytes)
-      return fail(ncclInvalidArgument, "ncclEpEmuWindowRegister: %zu bytes at %p are not emulated memory of rank %d",
-                  bytes, buffer, c.rank);
+    if (!window)
+      return fail(ncclInvalidArgument, "ncclEpEmuWindowRegister: window is NULL: expected room for a window");
+    if (!r || r->freed || r->rank != c.rank || !r->holds(buffer, bytes))
+      return fail(ncclInvalidArgument,
+                  "ncclEpEmuWindowRegister: %zu bytes at %p, which is %s: expected bytes of one "
+                  "ncclEpEmuMalloc of rank %d",
+                  bytes, buffer, f.engine.memory.where(buffer).c_str(), c.rank);
     struct Part {
       u8 *base;
       size_t bytes;
@@ -247,7 +295,10 @@ static ncclResult_t windowDeregister(ncclComm_t comm, ncclWindow_t window) {
             v.erase(v.begin() + long(i));
             return ncclSuccess;
           }
-        return fail(ncclInvalidArgument, "ncclEpEmuWindowDeregister: not a window of rank %d", c.rank);
+        return fail(ncclInvalidArgument,
+                    "ncclEpEmuWindowDeregister: window %p is not one of rank %d's: expected one "
+                    "that ncclEpEmuWindowRegister gave for this communicator",
+                    static_cast<void *>(window), c.rank);
       },
       true);
 }

@@ -78,13 +78,12 @@ static const u32 FAULT_STORM = 300000;
 
 Region *Engine::regionFor(const void *addr, size_t bytes, u32 align, const char *what, Place place) {
   Region *r = memory.regionAt(addr);
-  const u8 *a = static_cast<const u8 *>(addr);
   if (cur) cur->touchedGlobal = true;
   if (cur && reports.count() > FAULT_STORM) { // a loop over garbage: no use in going on
     hopeless = true;
     yield();
   }
-  if (!r || a + bytes > r->base + r->bytes) {
+  if (!r || !r->holds(addr, bytes)) {
     report(Fault::Bounds, place, "%s: %s of %zu bytes at %s%s", me(place).c_str(), what, bytes,
            memory.where(addr).c_str(), r ? ", past the end of the region" : "");
     return nullptr;
