@@ -3,12 +3,16 @@
 #include "bench_options.h"
 
 #include <argp.h>
+#include <errno.h>
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "bootstrap.h"
 #include "bugs.h"
 #include "failure.h"
+
+#define MAX_TOKENS (1u << 20) /* the library's own limit is lower with a top-k above 1 */
 
 enum {
   OPT_BACKEND = 256,
@@ -31,6 +35,7 @@ enum {
   OPT_SCHEDULES,
   OPT_SMS,
   OPT_EMU_SMS,
+  OPT_NO_BULK,
   OPT_WARMUP,
   OPT_ITERS,
   OPT_CHECK,
@@ -51,6 +56,7 @@ static const struct argp_option optionTable[] = {
     {"topology", OPT_TOPOLOGY, "OxU", 0, "scale-out x scale-up ranks (default: all GPUs; emulated 1x4)", 0},
     {"sms", OPT_SMS, "N", 0, "SMs the library may use at most (default: its own choice)", 0},
     {"emu-sms", OPT_EMU_SMS, "N", 0, "resident blocks of an emulated rank (default: 8)", 0},
+    {"no-bulk", OPT_NO_BULK, 0, 0, "emulated: kernels as on SM80, without bulk copies", 0},
     {"timeout-ms", OPT_TIMEOUT, "N", 0, "bound of every wait in a kernel (default: 10000)", 0},
     {0, 0, 0, 0, "Layer", 2},
     {"op", OPT_OP, "dispatch,combine", 0, "operations to measure (default: both)", 0},
@@ -97,12 +103,13 @@ static const struct argp_option optionTable[] = {
 
 /* ---- Values ----------------------------------------------------------------------------------------------------- */
 
-static unsigned long long number(const char *text, unsigned long long high, const char *name,
+static unsigned long long number(const char *text, unsigned long long low, unsigned long long high, const char *name,
                                  struct argp_state *state) {
   char *end;
+  errno = 0;
   unsigned long long value = strtoull(text, &end, 10);
-  if (end == text || *end || *text == '-' || value > high)
-    argp_error(state, "--%s %s: expected a number from 0 to %llu", name, text, high);
+  if (*text < '0' || *text > '9' || *end || errno || value < low || value > high)
+    argp_error(state, "--%s %s: expected a number from %llu to %llu", name, text, low, high);
   return value;
 }
 
@@ -189,42 +196,45 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->tokensText = text;
     break;
   case OPT_HIDDEN:
-    o->hidden = (uint32_t)number(text, 1 << 24, "hidden", state);
+    o->hidden = (uint32_t)number(text, 1, 1 << 24, "hidden", state);
     break;
   case OPT_TOPK:
-    o->topk = (uint32_t)number(text, 32, "topk", state);
+    o->topk = (uint32_t)number(text, 1, 32, "topk", state);
     break;
   case OPT_EXPERTS:
-    o->experts = (uint32_t)number(text, 1 << 20, "experts", state);
+    o->experts = (uint32_t)number(text, 1, 1 << 20, "experts", state);
     break;
   case OPT_ALIGN:
-    o->align = (uint32_t)number(text, 1 << 20, "align", state);
+    o->align = (uint32_t)number(text, 0, 1 << 20, "align", state);
     break;
   case OPT_ROUTING:
     o->routingText = text;
     break;
   case OPT_MINUS_ONE:
     o->route.minusOne = strtod(text, &end);
-    if (*end || !(o->route.minusOne >= 0 && o->route.minusOne <= 1))
+    if (end == text || *end || !(o->route.minusOne >= 0 && o->route.minusOne <= 1))
       argp_error(state, "--minus-one %s: expected 0 to 1", text);
     break;
   case OPT_SEED:
-    o->seed = number(text, ULLONG_MAX, "seed", state);
+    o->seed = number(text, 0, ULLONG_MAX, "seed", state);
     break;
   case OPT_SCHEDULES:
-    o->schedules = (unsigned)number(text, 1000000, "schedules", state);
+    o->schedules = (unsigned)number(text, 1, 1000000, "schedules", state);
     break;
   case OPT_SMS:
-    o->sms = (unsigned)number(text, 1024, "sms", state);
+    o->sms = (unsigned)number(text, 0, 1024, "sms", state);
     break;
   case OPT_EMU_SMS:
-    o->fabric.emuSms = (unsigned)number(text, 1024, "emu-sms", state);
+    o->fabric.emuSms = (unsigned)number(text, 1, 1024, "emu-sms", state);
+    break;
+  case OPT_NO_BULK:
+    o->fabric.emuNoBulk = 1;
     break;
   case OPT_WARMUP:
-    o->warmup = (unsigned)number(text, 1000000, "warmup", state);
+    o->warmup = (unsigned)number(text, 0, 1000000, "warmup", state);
     break;
   case OPT_ITERS:
-    o->iters = (unsigned)number(text, 1000000, "iters", state);
+    o->iters = (unsigned)number(text, 0, 1000000, "iters", state);
     break;
   case OPT_CHECK:
     o->check = 1;
@@ -240,10 +250,10 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->fabric.emuBug = parseBug(text, state);
     break;
   case OPT_MAX_RECV:
-    o->maxRecv = (long long)number(text, UINT32_MAX, "max-recv", state);
+    o->maxRecv = (long long)number(text, 0, UINT32_MAX, "max-recv", state);
     break;
   case OPT_TIMEOUT:
-    o->fabric.timeoutMs = (unsigned)number(text, 1000000, "timeout-ms", state);
+    o->fabric.timeoutMs = (unsigned)number(text, 1, 1000000, "timeout-ms", state);
     break;
   case OPT_JSON:
     o->jsonPath = text;
@@ -308,8 +318,10 @@ static int parseTokens(epBenchOptions *o) {
       at = end + 1;
       high = strtoul(at, &end, 10);
     }
-    if (end == at || (*end && *end != ',') || high < low || high > 1u << 24)
+    if (end == at || (*end && *end != ',') || high < low || strpbrk(o->tokensText, "+ "))
       return epToolFail("--tokens %s: expected one value or range, or one per rank separated by commas", o->tokensText);
+    if (high > MAX_TOKENS)
+      return epToolFail("--tokens %s: expected at most %u tokens a rank", o->tokensText, MAX_TOKENS);
     o->tokensLow[count] = (uint32_t)low;
     o->tokensHigh[count++] = (uint32_t)high;
     if (!*end) break;
@@ -329,6 +341,29 @@ static int parseTokens(epBenchOptions *o) {
   return 0;
 }
 
+/* What low latency cannot do must not look as if it had been measured. */
+static int checkFit(const epBenchOptions *o, int ll) {
+  static const char *const useHt = "expected --layout flat or expert-major (high throughput)";
+  if (ll && o->type == EP_REF_E4M3) return epToolFail("--dtype fp8: low latency moves bf16, fp16 or fp32: %s", useHt);
+  if (ll && o->scales > EP_SCALES_NONE) return epToolFail("--scales: low latency moves no scales: %s", useHt);
+  if (ll && o->scaleColumns) return epToolFail("--scale-layout column: low latency moves no scales: %s", useHt);
+  if (ll && o->backward) return epToolFail("--backward: low latency has the forward pass only: %s", useHt);
+  if (ll && o->maxRecv >= 0) return epToolFail("--max-recv: low latency's rows have fixed places: %s", useHt);
+  if (ll && o->noZeroPad) return epToolFail("--no-zero-pad: low latency pads nothing: %s", useHt);
+  if (ll && o->align != UINT_MAX) return epToolFail("--align %u: low latency aligns no zones: %s", o->align, useHt);
+  return 0;
+}
+
+/* Before anything is measured: after that it would be lost. Only rank 0's process writes the file. */
+static int checkJson(const char *path) {
+  epNetPlace place = {0, 0, 0};
+  FILE *file;
+  if (!path || (epNetPlaceFromEnvironment(&place) > 0 && place.rank != 0)) return 0;
+  file = fopen(path, "a");
+  if (!file || fclose(file)) return epToolFail("--json %s: cannot write it: %s", path, strerror(errno));
+  return 0;
+}
+
 int epBenchResolve(epBenchOptions *o) {
   int gpus, launched = epFabricLaunchedRanks(), cuda;
   if (launched < 0) return -1;
@@ -343,23 +378,24 @@ int epBenchResolve(epBenchOptions *o) {
                                : (uint32_t)gpus;
   if (!o->ranks) return epToolFail("--backend cuda: the driver finds no GPU");
   if (cuda && o->bugText) return epToolFail("--bug %s: faults are planted on the emulated fabric only", o->bugText);
+  if (cuda && o->fabric.emuNoBulk)
+    return epToolFail("--no-bulk: the emulated fabric's only: a GPU has bulk copies from SM90 on");
+  if (cuda && o->fabric.emuSms) return epToolFail("--emu-sms %u: the emulated fabric's only", o->fabric.emuSms);
   if (cuda && o->schedules != 1)
     return epToolFail("--schedules %u: only the emulated fabric has schedules", o->schedules);
   if (!cuda && o->limits) return epToolFail("--limits: the emulated fabric has none to measure");
   o->tokensText = o->tokensText ? o->tokensText : cuda ? "4096" : "16";
   o->hidden = o->hidden ? o->hidden : cuda ? 7168 : 512;
   o->experts = o->experts ? o->experts : cuda ? 256 : 8 * o->ranks;
-  o->align = o->align != UINT_MAX ? o->align : cuda ? 128 : 16;
   o->warmup = o->warmup != UINT_MAX ? o->warmup : cuda ? 10 : 0;
   o->iters = o->iters != UINT_MAX ? o->iters : cuda ? 50 : 1;
   if (o->algo == 1 && !o->layoutGiven) o->layout = EP_REF_RANK_MAJOR;
   int ll = o->layout == EP_REF_RANK_MAJOR || o->layout == EP_REF_EXPERT_MAJOR_3D;
   if (o->algo >= 0 && o->algo != ll)
-    return epToolFail("--layout: expected %s", o->algo ? "rank-major or expert-major-3d with --algo ll"
-                                                       : "flat or expert-major with --algo ht");
-  if (ll && o->backward) return epToolFail("--backward: low latency has the forward pass only");
-  if (o->layout != EP_REF_EXPERT_MAJOR) o->align = 0;
-  if (ll) o->maxRecv = -1; /* places are fixed */
+    return epToolFail("--layout: expected %s",
+                      o->algo ? "rank-major or expert-major-3d with --algo ll" : "flat or expert-major with --algo ht");
+  if (checkFit(o, ll)) return -1;
+  o->align = o->layout != EP_REF_EXPERT_MAJOR ? 0 : o->align != UINT_MAX ? o->align : cuda ? 128 : 16;
   if (o->scales < 0) o->scales = o->type == EP_REF_E4M3 ? EP_SCALES_FP32 : EP_SCALES_NONE;
   if (o->scaleColumns && o->scales == EP_SCALES_NONE)
     return epToolFail("--scale-layout column: there are no scales: expected --scales fp32 or ue8m0");
@@ -371,7 +407,7 @@ int epBenchResolve(epBenchOptions *o) {
   o->route.topk = o->topk;
   o->route.tokensLow = o->tokensLow;
   o->route.tokensHigh = o->tokensHigh;
-  return epRouteParse(o->routingText, &o->route);
+  return epRouteParse(o->routingText, &o->route) || checkJson(o->jsonPath) ? -1 : 0;
 }
 
 void epBenchFree(epBenchOptions *o) {

@@ -278,6 +278,19 @@ done:
   return rc;
 }
 
+/* An asynchronous error is a failure unless a routing of this run exceeds --max-recv, which asks for it. */
+static int checkTimedErrors(epBench *bench, epLayer *layer) {
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  int rank = layer->port->rank, overflow = 0;
+  ncclResult_t rc = ncclEpGetErrorInfo(layer->group, &info);
+  if (rc != ncclSuccess)
+    return epToolFail("rank %d: ncclEpGetErrorInfo: error %d: %s", rank, (int)rc, ncclEpGetLastErrorString());
+  for (unsigned i = 0; i < bench->routings; i++)
+    overflow |= bench->ref[i]->rank[rank].needed > bench->ref[i]->rank[rank].rows;
+  if (!info.code || (info.code == 4 && overflow)) return 0;
+  return epToolFail("rank %d: asynchronous error: %s", rank, info.text);
+}
+
 static int timeParts(epBench *bench, epLayer *layer, const char *name, unsigned parts) {
   const epBenchOptions *o = bench->options;
   epPort *port = layer->port;
@@ -295,7 +308,7 @@ static int timeParts(epBench *bench, epLayer *layer, const char *name, unsigned 
     if ((hold && epPortRelease(port)) || epPortSync(port)) return -1;
     if (i >= o->warmup && keepSample(port, row)) return -1;
   }
-  return 0;
+  return checkTimedErrors(bench, layer);
 }
 
 /* Inputs for every routing, so that no iteration reads memory that nothing wrote. */

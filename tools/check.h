@@ -24,7 +24,7 @@ int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, in
 int epCheckCombine(epLayer *layer, const epCheckCase *what, int backward, uint64_t *hash);
 int epCheckCounts(epLayer *layer, const epCheckCase *what);
 int epCheckMetadata(epLayer *layer, const epCheckCase *what);
-/* The group's asynchronous error is what the routing asks for: none, or too many rows, or an id that does not exist. */
+/* The group's asynchronous error is what the routing asks for: none, or too many rows. Clears the latter. */
 int epCheckErrors(epLayer *layer, const epCheckCase *what);
 
 #endif

@@ -185,8 +185,8 @@ int epRoutingMake(const epRouteSpec *spec, uint64_t seed, epRouting *out) {
     out->idx[r] = malloc(((size_t)out->tokens[r] * spec->topk + 1) * sizeof(int64_t));
     if (!out->idx[r]) goto noMemory;
     if (spec->kind == EP_ROUTE_FILE && fileRow + out->tokens[r] > spec->fileRows) {
-      epToolFail("--routing FILE: it holds %zu rows, rank %u needs rows %zu to %zu", spec->fileRows, r, fileRow,
-                 fileRow + out->tokens[r]);
+      epToolFail("--routing %s: it holds %zu rows (tokens), but rank %u needs rows %zu to %zu", spec->filePath,
+                 spec->fileRows, r, fileRow + 1, fileRow + out->tokens[r]);
       goto fail;
     }
     for (uint32_t t = 0; t < out->tokens[r]; t++)
@@ -207,10 +207,24 @@ void epRoutingFree(epRouting *routing) {
   *routing = (epRouting){0};
 }
 
+#define SEPARATORS " \t,\r"
+
+/* -1 or an expert's id. What is no number keeps only what a terminal can show, for the message. */
+static int parseId(char *text, uint32_t experts, int64_t *id) {
+  char *end;
+  errno = 0;
+  *id = strtoll(text, &end, 10);
+  if (end != text && !*end && !errno && *id >= -1 && *id < (int64_t)experts) return 0;
+  if (strlen(text) > 40) text[40] = 0;
+  for (char *c = text; *c; c++)
+    if (*c < ' ' || *c > '~') *c = '?';
+  return -1;
+}
+
 /* One token a line: topk ids, separated by blanks or commas; '#' starts a comment. */
 static int readFile(const char *path, epRouteSpec *spec) {
   FILE *file = fopen(path, "r");
-  char *line = NULL;
+  char *line = NULL, *rest = NULL;
   size_t lineSize = 0, number = 0, capacity = 0;
   int64_t *entries = NULL;
   int rc = -1;
@@ -219,9 +233,10 @@ static int readFile(const char *path, epRouteSpec *spec) {
         "--routing %s: neither a kind (uniform, grouped, zipf, one-expert, repeated, none) nor a file: %s", path,
         strerror(errno));
   spec->fileRows = 0;
+  spec->filePath = path;
   while (getline(&line, &lineSize, file) >= 0) {
     uint32_t count = 0;
-    char *at = line, *end;
+    char *at = line;
     number++;
     line[strcspn(line, "#\n")] = 0;
     if (spec->fileRows * spec->topk + spec->topk > capacity) {
@@ -232,20 +247,25 @@ static int readFile(const char *path, epRouteSpec *spec) {
       }
       entries = more;
     }
-    for (;; at = end) {
-      long long value;
-      at += strspn(at, " \t,\r");
-      value = strtoll(at, &end, 10);
-      if (end == at) break;
-      if (count < spec->topk) entries[spec->fileRows * spec->topk + count] = value;
+    for (at = strtok_r(line, SEPARATORS, &rest); at; at = strtok_r(NULL, SEPARATORS, &rest)) {
+      int64_t id;
+      if (parseId(at, spec->experts, &id)) {
+        epToolFail("--routing %s:%zu: '%s': expected an expert id from 0 to %u, or -1", path, number, at,
+                   spec->experts - 1);
+        goto done;
+      }
+      if (count < spec->topk) entries[spec->fileRows * spec->topk + count] = id;
       count++;
     }
-    if (*at || (count && count != spec->topk)) {
-      epToolFail("--routing %s:%zu: expected %u expert ids, found %u%s", path, number, spec->topk, count,
-                 *at ? " and something else" : "");
+    if (count && count != spec->topk) {
+      epToolFail("--routing %s:%zu: %u expert ids: expected %u, as --topk says", path, number, count, spec->topk);
       goto done;
     }
     spec->fileRows += count > 0;
+  }
+  if (ferror(file)) {
+    epToolFail("--routing %s: cannot read it: %s", path, strerror(errno));
+    goto done;
   }
   spec->fileEntries = entries;
   entries = NULL;

@@ -41,6 +41,7 @@ typedef struct epRouteSpec {
   const uint32_t *tokensLow, *tokensHigh; /* [ranks] T is drawn from this range */
   const int64_t *fileEntries;             /* rows of topk entries, rank after rank */
   size_t fileRows;
+  const char *filePath;
 } epRouteSpec;
 
 typedef struct epRouting {

@@ -1,7 +1,9 @@
 /* The main job in one picture: a MoE layer's dispatch -> experts -> combine at DeepSeek-V3's shape on the GPUs found,
  * else at a small shape on the emulated fabric, checked against the reference, with a result table and a drawing. */
 #include <argp.h>
+#include <errno.h>
 #include <langinfo.h>
+#include <limits.h>
 #include <locale.h>
 #include <math.h>
 #include <stdlib.h>
@@ -282,34 +284,46 @@ static void printTable(const demo *d, int cuda) {
            d->result[0].worst > d->result[1].worst ? d->result[0].worst : d->result[1].worst);
 }
 
+static unsigned long long number(const char *text, unsigned long long low, unsigned long long high, const char *name,
+                                 struct argp_state *state) {
+  char *end;
+  errno = 0;
+  unsigned long long value = strtoull(text, &end, 10);
+  if (*text < '0' || *text > '9' || *end || errno || value < low || value > high)
+    argp_error(state, "--%s %s: expected a number from %llu to %llu", name, text, low, high);
+  return value;
+}
+
 static error_t parseOption(int key, char *text, struct argp_state *state) {
   demoOptions *o = state->input;
   unsigned out, up;
   char end;
   switch (key) {
   case 'b':
+    if (strcmp(text, "auto") != 0 && strcmp(text, "cuda") != 0 && strcmp(text, "emu") != 0)
+      argp_error(state, "--backend %s: expected one of auto, cuda, emu", text);
     o->fabric.kind = !strcmp(text, "cuda") ? EP_FABRIC_CUDA : !strcmp(text, "emu") ? EP_FABRIC_EMU : EP_FABRIC_AUTO;
     break;
   case 'u':
-    if (sscanf(text, "%ux%u%c", &out, &up, &end) != 2 || !out || !up || out * up > 1024)
+    if (sscanf(text, "%ux%u%c", &out, &up, &end) != 2 || !out || !up || out > 1024 || up > 1024 || out * up > 1024)
       argp_error(state, "--topology %s: expected OxU, for example 1x8", text);
     o->fabric.scaleOut = out;
     o->fabric.scaleUp = up;
     break;
   case 't':
-    o->tokens = (uint32_t)strtoul(text, NULL, 10);
+    o->tokens = (uint32_t)number(text, 1, 1 << 20, "tokens", state);
     break;
   case 'h':
-    o->hidden = (uint32_t)strtoul(text, NULL, 10);
+    o->hidden = (uint32_t)number(text, 1, 1 << 24, "hidden", state);
     break;
   case 'k':
-    o->topk = (uint32_t)strtoul(text, NULL, 10);
+    o->topk = (uint32_t)number(text, 1, 32, "topk", state);
     break;
   case 'e':
-    o->experts = (uint32_t)strtoul(text, NULL, 10);
+    o->experts = (uint32_t)number(text, 1, 1 << 20, "experts", state);
     break;
   case 's':
-    o->seed = strtoull(text, NULL, 10);
+    o->seed = number(text, 0, ULLONG_MAX, "seed", state);
     break;
   case ARGP_KEY_ARG:
     argp_error(state, "%s: arguments are options only", text);

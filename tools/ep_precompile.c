@@ -71,17 +71,18 @@ static struct {
   int quiet;
 } work = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
-static void parseList(struct argp_state *state, const char *name, char *text, list *out) {
+static void parseList(struct argp_state *state, const char *name, const char *text, list *out) {
   out->count = 0;
-  for (char *save = NULL, *at = strtok_r(text, ",", &save); at; at = strtok_r(NULL, ",", &save)) {
+  for (const char *at = text;; at++) {
     char *end;
     unsigned long v = strtoul(at, &end, 10);
-    if (*end || end == at || v == 0 || v > 1u << 20)
-      argp_error(state, "--%s: '%s' is not a number from 1 to 1048576", name, at);
-    if (out->count == MAX_VALUES) argp_error(state, "--%s: more than %d values", name, MAX_VALUES);
+    if (*at < '0' || *at > '9' || (*end && *end != ',') || v == 0 || v > 1u << 20)
+      argp_error(state, "--%s %s: expected numbers from 1 to 1048576 separated by commas", name, text);
+    if (out->count == MAX_VALUES) argp_error(state, "--%s %s: more than %d values", name, text, MAX_VALUES);
     out->values[out->count++] = (unsigned)v;
+    if (!*end) return;
+    at = end;
   }
-  if (!out->count) argp_error(state, "--%s: empty list", name);
 }
 
 static ncclDataType_t parseType(struct argp_state *state, const char *name, const char *text, int combine) {
@@ -244,6 +245,11 @@ static int addAll(const precompile *p) {
   return 1;
 }
 
+/* Said here as well as in the library's log, which may be off. */
+static void tellLibraryError(void) {
+  if (*epLastError()) fprintf(stderr, "ep_precompile: %s\n", epLastError());
+}
+
 static void *compileJobs(void *unused) {
   (void)unused;
   for (;;) {
@@ -256,7 +262,7 @@ static void *compileJobs(void *unused) {
     ncclResult_t r = epJitCompile(work.jit, j->kernel, &j->config, j->arch, &code);
     pthread_mutex_lock(&work.mutex);
     if (r != ncclSuccess) {
-      work.failed++;
+      if (!work.failed++) tellLibraryError(); /* the others' will be the same */
     } else {
       work.found += code.fromCache;
       if (!work.quiet)
@@ -298,7 +304,10 @@ int main(int argc, char **argv) {
   }
   work.quiet = p.quiet;
   double start = seconds();
-  if (!addAll(&p) || epJitOpenAt(&work.jit, p.cacheDir) != ncclSuccess) goto done;
+  if (!addAll(&p) || epJitOpenAt(&work.jit, p.cacheDir) != ncclSuccess) {
+    tellLibraryError();
+    goto done;
+  }
   const char *folder = epJitCacheFolder(work.jit, &why);
   if (!folder) {
     fprintf(stderr, "ep_precompile: there is no cache to fill: %s\n", why);
