@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""What the tools refuse, and how: exit status, and one line on stderr that names the option, its value and what was
+expected. Arguments: ep_bench, ep_demo, ep_precompile."""
+import os
+import subprocess
+import sys
+import tempfile
+
+bench, demo, precompile = sys.argv[1:4]
+folder = tempfile.mkdtemp(prefix='nccl_ep_tools.')
+failed = 0
+
+
+def run(want, words, *command, env=None):
+    """Runs a command; want: exit statuses that are right; words: all of them stand in what it prints."""
+    global failed
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, text=True,
+                          errors='replace', env=dict(os.environ, **(env or {})))
+    missing = [w for w in words if w not in done.stdout]
+    if done.returncode not in want or missing:
+        failed += 1
+        print('FAIL:', ' '.join(command), '\n  exit status', done.returncode, 'of', want, 'missing', missing, '\n ',
+              done.stdout[-600:])
+
+
+def file(name, text):
+    path = os.path.join(folder, name)
+    with open(path, 'wb') as f:
+        f.write(text.encode('latin-1'))
+    return path
+
+
+small = [bench, '--backend', 'emu', '--topology', '1x2', '--tokens', '4', '--hidden', '64', '--topk', '2', '--experts',
+         '8']
+
+
+def refused(words, *options):
+    run([1, 2, 64], words, *small, *options)
+
+
+# Low latency and what it has no use for.
+for layout in 'rank-major', 'expert-major-3d':
+    for options in (['--dtype', 'fp8'], ['--scales', 'fp32'], ['--scales', 'ue8m0'], ['--scale-layout', 'column'],
+                    ['--no-zero-pad'], ['--align', '16'], ['--backward'], ['--max-recv', '64']):
+        refused([options[0], 'low latency', 'expected'], '--check', '--layout', layout, *options)
+
+# Numbers.
+for option, value, words in (
+        ('--tokens', '99999999', ['99999999', 'at most 1048576']), ('--tokens', '4,,', ['4,,']), ('--tokens', '', []),
+        ('--topk', '33', ['1 to 32']), ('--topk', '0', ['1 to 32']), ('--hidden', '64,,', ['64,,']),
+        ('--hidden', '0', ['from 1']), ('--hidden', ' -1', ['from 1']), ('--seed', '99999999999999999999', ['from 0']),
+        ('--schedules', '0', ['from 1']), ('--timeout-ms', '0', ['from 1']), ('--emu-sms', '1025', ['1 to 1024']),
+        ('--minus-one', 'nan', ['0 to 1']), ('--minus-one', '', ['0 to 1'])):
+    refused(['--' + option[2:], 'expected'] + words, option, value)
+
+# Routing files.
+good = '0 7\n' * 8
+run([0], [], *small, '--check', '--routing', file('good', '# ids\n' + good + '-1,\t-1\r\n'))
+for name, text, words in (
+        ('high', '0 7\n0 8\n' + good, [':2:', "'8'", '0 to 7']), ('low', '0 -2\n' + good, [':1:', "'-2'"]),
+        ('big', '0 99999999999999999999\n', [':1:', "'99999999999999999999'"]), ('word', '1 xx\n', [':1:', "'xx'"]),
+        ('mixed', '1 3x\n', [':1:', "'3x'"]), ('binary', '\x7f\x45\x01\xff\n', [':1:', 'expert id']),
+        ('many', good + '1 2 3\n', [':9:', '3 expert ids', 'expected 2']), ('few', '1\n', [':1:', '1 expert ids']),
+        ('short', '0 7\n' * 5, ['5 rows', 'rank 1']), ('empty', '', ['0 rows'])):
+    path = file(name, text)
+    refused([path] + words, '--routing', path)
+refused([folder, 'directory'], '--routing', folder)
+refused(['/nonexistent', 'No such file'], '--routing', '/nonexistent')
+
+# A report that cannot be written is told before anything is measured.
+for path in folder, '/nonexistent/x.json':
+    done = subprocess.run([*small, '--json', path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 1 or path not in done.stderr or done.stdout:
+        failed += 1
+        print('FAIL: --json', path, done)
+
+run([64], ['--tokens x', 'expected'], demo, '--tokens', 'x')
+run([64], ['--backend gpu', 'expected'], demo, '--backend', 'gpu')
+run([64], ['--hidden 64,,', 'expected'], precompile, '--hidden', '64,,')
+
+# Its errors do not depend on the library's log.
+quiet = {'NCCL_EP_DEBUG': 'NONE'}
+run([1], ['ep_precompile: '], precompile, '--hidden', '1000000', '--cache-dir', folder, env=quiet)
+run([1], ['ep_precompile: '], precompile, '--cache-dir', file('no_folder', ''), env=quiet)
+
+sys.exit(1 if failed else 0)
