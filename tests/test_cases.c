@@ -9,6 +9,7 @@
 #include <cmocka.h>
 
 #include "harness.h"
+#include "runtime.h"
 
 #define LENGTH(a) (sizeof(a) / sizeof((a)[0]))
 #define SCHEDULES 4
@@ -246,6 +247,40 @@ static void bigBudget(void **state) {
   }
 }
 
+/* Kernels of a group after each batch size: the first compiles all that the shape needs, no other compiles any. */
+static void batchSizesBody(epTestRank *me) {
+  const epRound *rounds = me->arg;
+  epRun run = {0};
+  int kernels = 0;
+  epGroupMake(me, rounds[0].c);
+  if (!me->group) return;
+  for (int i = 0; i < 8; i++) {
+    epRunUpdate(me, &run, &rounds[i]);
+    epRunDispatch(me, &run);
+    epRunCombine(me, &run);
+    if (i == 0) kernels = me->group->kernelCount;
+    EXPECT(me, kernels == 3 && me->group->kernelCount == kernels, "%d kernels after %d batch sizes, %d after the first",
+           me->group->kernelCount, i + 1, kernels);
+  }
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void oneKernelForAllBatchSizes(void **state) {
+  (void)state;
+  static const uint32_t tokens[8][2] = {{1, 1}, {2, 1}, {3, 3}, {8, 5}, {31, 0}, {64, 64}, {100, 7}, {128, 128}};
+  for (size_t l = 0; l < LENGTH(layouts); l++) {
+    epCase c = small(2, layouts[l]);
+    epRound rounds[8];
+    uint64_t seed = 7;
+    c.maxTokens = 128;
+    for (int i = 0; i < 8; i++) epRoundMake(&rounds[i], &c, tokens[i], epPickRandom, &seed);
+    epTestWorld world = {.ranks = 2, .seed = 900 + l, .arg = rounds};
+    epWorldRun(&world, batchSizesBody);
+    for (int i = 0; i < 8; i++) epRoundFree(&rounds[i]);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(zeroTokens),
@@ -264,6 +299,7 @@ int main(void) {
       cmocka_unit_test(moreRanksThanBlocks),
       cmocka_unit_test(repeatedIds),
       cmocka_unit_test(bigBudget),
+      cmocka_unit_test(oneKernelForAllBatchSizes),
   };
   return cmocka_run_group_tests_name("cases", tests, NULL, NULL);
 }
