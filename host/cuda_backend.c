@@ -7,6 +7,9 @@
 #include <time.h>
 
 #include "cuda_internal.h"
+#include "env.h"
+
+#define EP_HOST_TIMEOUT_NS 100000000000ull /* as of a wait in a kernel */
 
 static epCuda *cudaOf(epBackend *base) { return (epCuda *)base; }
 
@@ -38,10 +41,26 @@ static void nap(long ns) {
   (void)nanosleep(&t, NULL);
 }
 
+static uint64_t now(void) {
+  struct timespec t;
+  (void)clock_gettime(CLOCK_MONOTONIC, &t);
+  return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static ncclResult_t gaveUp(epCuda *be, const char *what) {
+  be->stuck = 1;
+  return epFail(ncclSystemError,
+                "%s: rank %d of %d has waited %llu ms for the other ranks: expected the same call on all ranks of the "
+                "communicator (a rank that cannot make it: ncclCommAbort on all; NCCL_EP_TIMEOUT_MS sets this limit)",
+                what, be->topology.rank, be->topology.ranks, (unsigned long long)(be->hostTimeoutNs / 1000000));
+}
+
 ncclResult_t epCudaNccl(epCuda *be, ncclResult_t result, const char *what) {
+  uint64_t start = now();
   while (result == ncclInProgress) {
     ncclResult_t state = ncclSuccess;
     nap(20000);
+    if (now() - start > be->hostTimeoutNs) return gaveUp(be, what);
     result = be->nccl->commGetAsyncError(be->comm, &state);
     if (result == ncclSuccess) result = state;
   }
@@ -52,6 +71,7 @@ ncclResult_t epCudaNccl(epCuda *be, ncclResult_t result, const char *what) {
 }
 
 ncclResult_t epCudaDrain(epCuda *be, const char *what) {
+  uint64_t start = now();
   for (unsigned round = 0;; round++) {
     ncclResult_t state = ncclSuccess;
     epCuResult rc = be->cu->streamQuery(be->stream);
@@ -59,6 +79,7 @@ ncclResult_t epCudaDrain(epCuda *be, const char *what) {
     if (rc != EP_CU_NOT_READY) return epCuFail(be->cu, rc, "%s", what);
     if (round < 200) continue; /* the usual exchange takes tens of microseconds */
     nap(50000);
+    if (now() - start > be->hostTimeoutNs) return gaveUp(be, what);
     if (round % 16 == 0 && be->nccl->commGetAsyncError(be->comm, &state) == ncclSuccess && state != ncclSuccess &&
         state != ncclInProgress)
       return epCudaNccl(be, state, what);
@@ -154,7 +175,7 @@ static ncclResult_t allocDevice(epBackend *base, void **dev, size_t bytes) {
 static ncclResult_t freeDevice(epBackend *base, void *dev) {
   epCuda *be = cudaOf(base);
   epCudaScope scope;
-  if (!dev) return ncclSuccess;
+  if (!dev || be->stuck) return ncclSuccess; /* to free memory is to wait for the device */
   ncclResult_t r = epCudaEnter(be, &scope);
   if (r != ncclSuccess) return r;
   if (be->alloc.alloc_fn) {
@@ -197,7 +218,7 @@ done:
 static ncclResult_t freeMapped(epBackend *base, void *host) {
   epCuda *be = cudaOf(base);
   epCudaScope scope;
-  if (!host) return ncclSuccess;
+  if (!host || be->stuck) return ncclSuccess;
   ncclResult_t r = epCudaEnter(be, &scope);
   if (r != ncclSuccess) return r;
   epCuResult rc = be->cu->memFreeHost(host);
@@ -301,24 +322,27 @@ static ncclResult_t isDeviceAddress(epBackend *base, const void *dev, int *yes) 
 }
 
 static void relax(epBackend *base, uint64_t deadlineNs) {
-  struct timespec now;
+  uint64_t ns = now();
   (void)base;
-  (void)clock_gettime(CLOCK_MONOTONIC, &now);
-  uint64_t ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
   if (ns < deadlineNs) nap(deadlineNs - ns < 20000 ? (long)(deadlineNs - ns) : 20000);
 }
 
 static void destroy(epBackend *base) {
   epCuda *be = cudaOf(base);
   epCudaScope scope;
-  if (be->context && epCudaEnter(be, &scope) == ncclSuccess) {
+  if (be->stuck)
+    epLog(EP_LOG_WARN,
+          "rank %d: a group's memory, window and kernels are kept until the process ends: an exchange between ranks is "
+          "still on the device",
+          be->topology.rank);
+  else if (be->context && epCudaEnter(be, &scope) == ncclSuccess) {
     epCudaKernelsRelease(be);
     if (be->bounceHost) (void)be->cu->memFreeHost(be->bounceHost);
     if (be->bounceDev) (void)be->cu->memFree(be->bounceDev);
     if (be->stream) (void)be->cu->streamDestroy(be->stream);
     epCudaLeave(be, &scope);
   }
-  if (be->context) (void)be->cu->primaryCtxRelease(be->device);
+  if (be->context && !be->stuck) (void)be->cu->primaryCtxRelease(be->device);
   free(be);
 }
 
@@ -404,6 +428,10 @@ ncclResult_t epCudaBackendOpen(ncclComm_t comm, const ncclEpAllocConfig_t *alloc
   be->base.ops = &ops;
   be->comm = comm;
   if (alloc) be->alloc = *alloc;
+  if (epEnvNumber(EP_ENV_TIMEOUT_MS, 1, UINT64_MAX / 1000000, &be->hostTimeoutNs))
+    be->hostTimeoutNs *= 1000000;
+  else
+    be->hostTimeoutNs = EP_HOST_TIMEOUT_NS;
 
   if ((r = epNcclOpen(0, &be->nccl)) != ncclSuccess || (r = epCuDriverOpen(&be->cu)) != ncclSuccess) goto fail;
   epTopology *t = &be->topology;

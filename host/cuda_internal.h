@@ -21,7 +21,9 @@ typedef struct epCuda {
   void *bounceHost; /* allGather's, grown on demand */
   epCuPtr bounceDev;
   size_t bounceBytes;
-  epKernel *kernels; /* held by this object */
+  epKernel *kernels;      /* held by this object */
+  uint64_t hostTimeoutNs; /* of the host's waits for peers */
+  int stuck; /* such a wait gave up: NCCL's kernel is still on the device, and whatever waits for that would hang */
 } epCuda;
 
 /* Between the two the backend's context is current, whatever device the caller works on, and this thread may allocate
@@ -36,7 +38,7 @@ void epCudaLeave(epCuda *be, const epCudaScope *scope);
  * failed with NCCL's own words. */
 ncclResult_t epCudaNccl(epCuda *be, ncclResult_t result, const char *what);
 
-/* Waits for the private stream; ends early when the communicator has failed or was aborted. */
+/* Waits for the private stream, at most hostTimeoutNs; ends early when the communicator has failed or was aborted. */
 ncclResult_t epCudaDrain(epCuda *be, const char *what);
 
 ncclResult_t epCudaAllGather(epBackend *base, const void *mine, void *all, size_t bytes);

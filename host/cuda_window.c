@@ -129,6 +129,10 @@ static ncclResult_t createAlone(epCuda *be, size_t bytes, epWindow *window, void
 }
 
 static void releaseWindow(epCuda *be, epWindow *window) {
+  if (be->stuck) { /* peers may still store into it, and to free it is to wait for the device */
+    free(window);
+    return;
+  }
   if (window->handle)
     (void)epCudaNccl(be, be->nccl->windowDeregister(be->comm, window->handle), "giving the symmetric window back");
   if (window->buffer && window->fromNccl)
@@ -194,6 +198,10 @@ ncclResult_t epCudaWindowDestroy(epBackend *base, epWindow *window) {
   epCuda *be = (epCuda *)base;
   epCudaScope scope;
   if (!window) return ncclSuccess;
+  if (be->stuck) {
+    releaseWindow(be, window);
+    return ncclSuccess;
+  }
   ncclResult_t r = epCudaEnter(be, &scope);
   if (r != ncclSuccess) return r;
   /* Kernels of the group may still run on streams that nobody told us of. */

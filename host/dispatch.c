@@ -25,9 +25,10 @@ ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const
                         ncclDataType_t type, uint32_t *rowBytes) {
   uint64_t bytes = hidden * epTypeBytes(type);
   if (hidden > EP_MAX_ROW_BYTES) /* apart: the product may not fit */
-    return epFail(ncclInvalidArgument,
-                  "%s: a row of %s has %llu elements of %s: expected a multiple of %u bytes, at most max_token_bytes, %u",
-                  name, tensor, (unsigned long long)hidden, epTypeName(type), EP_ROW_ALIGN, group->shape.maxRowBytes);
+    return epFail(
+        ncclInvalidArgument,
+        "%s: a row of %s has %llu elements of %s: expected a multiple of %u bytes, at most max_token_bytes, %u", name,
+        tensor, (unsigned long long)hidden, epTypeName(type), EP_ROW_ALIGN, group->shape.maxRowBytes);
   if (hidden < 1 || bytes % EP_ROW_ALIGN || bytes > group->shape.maxRowBytes)
     return epFail(ncclInvalidArgument,
                   "%s: a row of %s has %llu bytes (%llu %s): expected a multiple of %u, at most max_token_bytes, %u",
@@ -54,7 +55,8 @@ ncclResult_t epScaleBytes(const char *name, const struct ncclEpGroup *group, con
   return ncclSuccess;
 }
 
-static ncclResult_t epDispatchConfigCheck(const char *call, const ncclEpDispatchConfig_t *c, const ncclEpLayoutInfo_t *info) {
+static ncclResult_t epDispatchConfigCheck(const char *call, const ncclEpDispatchConfig_t *c,
+                                          const ncclEpLayoutInfo_t *info) {
   if (c->pass_direction != NCCL_EP_FWD_PASS && c->pass_direction != NCCL_EP_BWD_PASS)
     return epFail(ncclInvalidArgument, "%s: pass_direction is %d: expected an ncclEpPassDir_t", call,
                   (int)c->pass_direction);
@@ -72,8 +74,8 @@ static ncclResult_t epDispatchConfigCheck(const char *call, const ncclEpDispatch
   return ncclSuccess;
 }
 
-static ncclResult_t epDispatchInputs(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in, int forward,
-                                     uint32_t *rowBytes, epDispatchArgs *a) {
+static ncclResult_t epDispatchInputs(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
+                                     int forward, uint32_t *rowBytes, epDispatchArgs *a) {
   const epArgName tokens = {call, "inputs.tokens"}, weights = {call, "inputs.topk_weights"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
@@ -98,8 +100,9 @@ static ncclResult_t epDispatchInputs(const char *call, const struct ncclEpHandle
   return r;
 }
 
-static ncclResult_t epDispatchTokensOut(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
-                                        const ncclEpDispatchOutputs_t *out, epDispatchArgs *a) {
+static ncclResult_t epDispatchTokensOut(const char *call, const struct ncclEpHandle *h,
+                                        const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
+                                        epDispatchArgs *a) {
   const epArgName tokens = {call, "outputs.tokens"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
@@ -121,8 +124,8 @@ static ncclResult_t epDispatchTokensOut(const char *call, const struct ncclEpHan
 }
 
 /* Weights and indices of the forward pass. */
-static ncclResult_t epDispatchExtrasOut(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchOutputs_t *out, int forward,
-                                        epDispatchArgs *a) {
+static ncclResult_t epDispatchExtrasOut(const char *call, const struct ncclEpHandle *h,
+                                        const ncclEpDispatchOutputs_t *out, int forward, epDispatchArgs *a) {
   const epArgName weights = {call, "outputs.topk_weights"}, index = {call, "outputs.topk_idx"};
   const struct ncclEpGroup *g = h->group;
   int flat = h->layout == NCCL_EP_LAYOUT_FLAT;
@@ -159,7 +162,8 @@ static int epIsScaleType(ncclDataType_t type) {
   return 0;
 }
 
-static ncclResult_t epDispatchScaleOptions(const char *call, const ncclEpDispatchExtConfig_t *ext, int scales, epDispatchArgs *a) {
+static ncclResult_t epDispatchScaleOptions(const char *call, const ncclEpDispatchExtConfig_t *ext, int scales,
+                                           epDispatchArgs *a) {
   int columns = ext->scale_layout == NCCL_EP_SCALE_COLUMN_MAJOR;
   uint64_t rows = epAlignUp((uint64_t)EP_SCALE_WORD * a->capacity, EP_ROW_ALIGN), stride = ext->scale_column_stride;
   if (!columns && ext->scale_layout != NCCL_EP_SCALE_ROW_MAJOR)
@@ -224,9 +228,10 @@ static ncclResult_t epDispatchScales(const char *call, const struct ncclEpHandle
   return r;
 }
 
-ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
-                        const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config,
-                        const ncclEpDispatchExtConfig_t *ext, cudaStream_t stream) {
+ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatchInputs_t *in,
+                        const ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info,
+                        const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,
+                        cudaStream_t stream) {
   int forward = config->pass_direction == NCCL_EP_FWD_PASS;
   struct ncclEpGroup *g;
   uint32_t rowBytes = 0, scaleBytes = 0;

@@ -63,13 +63,14 @@ static uint32_t epRoom(const struct ncclEpGroup *g) {
 
 static void epOverflowText(const struct ncclEpGroup *g, uint32_t needed, char *text, size_t bytes) {
   if (epIsLl(g))
-    snprintf(text, bytes,
-             "an expert was chosen %u times, more than its %u places (ranks times max_dispatch_tokens_per_rank); the rest "
-             "was dropped",
-             needed, epRoom(g));
+    snprintf(
+        text, bytes,
+        "an expert was chosen %u times, more than its %u places (ranks times max_dispatch_tokens_per_rank); the rest "
+        "was dropped",
+        needed, epRoom(g));
   else if (g->budget)
-    snprintf(text, bytes,
-             "a routing needs %u rows, more than max_recv_tokens_per_rank, %u; the rest was dropped", needed, g->budget);
+    snprintf(text, bytes, "a routing needs %u rows, more than max_recv_tokens_per_rank, %u; the rest was dropped",
+             needed, g->budget);
   else
     snprintf(text, bytes,
              "a routing needs %u rows, more than the outputs of ncclEpDispatch had (the group is eager); the rest was "

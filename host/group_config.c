@@ -66,7 +66,8 @@ ncclResult_t epGroupConfigCheck(const ncclEpGroupConfig_t *given, const epTopolo
 }
 
 /* The fields that must be equal on all ranks, and the names they have in messages. The first is how this rank itself
- * fares: a rank that cannot go on says so, instead of leaving the others waiting. */
+ * fares: a rank without memory says so, instead of leaving the others waiting. A rank that refuses its own arguments
+ * never comes here; the others wait for it as long as the backend waits for a rank that does not call. */
 static const char *const epWireNames[EP_WIRE_FIELDS] = {"status",
                                                         "library version",
                                                         "version of the window's layout",

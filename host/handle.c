@@ -64,7 +64,8 @@ ncclResult_t epHandleMemSize(ncclEpGroup_t group, ncclEpLayout_t layout, const n
                              size_t *bytes, int topk) {
   static const char call[] = "ncclEpHandleMemSize";
   ncclResult_t r = epGroupFind(call, group);
-  if (r == ncclSuccess && !bytes) r = epFail(ncclInvalidArgument, "%s: size_out is NULL: expected room for a size_t", call);
+  if (r == ncclSuccess && !bytes)
+    r = epFail(ncclInvalidArgument, "%s: size_out is NULL: expected room for a size_t", call);
   if (r == ncclSuccess) r = epHandleCheck(call, group, layout, config, topk);
   if (r == ncclSuccess) *bytes = epHandleBytes(group, topk);
   return r;

@@ -385,6 +385,12 @@ ncclResult_t epLlPrepare(struct ncclEpGroup *g, const ncclEpPrepareConfig_t *p) 
                        : epFail(ncclInvalidArgument,
                                 "%s: layout is %d: expected NCCL_EP_LAYOUT_RANK_MAJOR or NCCL_EP_LAYOUT_EXPERT_MAJOR",
                                 call, (int)p->layout);
+  if (r == ncclSuccess && p->backward)
+    r = epFail(ncclInvalidUsage, "%s: backward is %d: expected 0, as low latency has the forward pass only", call,
+               p->backward);
+  if (r == ncclSuccess && p->scale_bytes)
+    r = epFail(ncclInvalidUsage, "%s: scale_bytes is %u: expected 0, as low latency has no scales yet", call,
+               p->scale_bytes);
   if (r != ncclSuccess) return r;
   c = configOf(g, kind, p->top_k, 0, EP_DTYPE_BYTES, 0);
   c.indexBytes = epTypeBytes(p->index_type);

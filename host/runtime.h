@@ -140,9 +140,10 @@ uint32_t epLayoutKind(const struct ncclEpGroup *group, ncclEpLayout_t layout);
 ncclResult_t epUpdate(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *topk,
                       const ncclEpLayoutInfo_t *info, cudaStream_t stream);
 /* `call`: ncclEpDispatch or ncclEpDispatchExt, for messages. */
-ncclResult_t epDispatch(const char *call, ncclEpHandle_t handle, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
-                        const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config,
-                        const ncclEpDispatchExtConfig_t *ext, cudaStream_t stream);
+ncclResult_t epDispatch(const char *call, ncclEpHandle_t handle, const ncclEpDispatchInputs_t *in,
+                        const ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info,
+                        const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,
+                        cudaStream_t stream);
 ncclResult_t epCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *in, const ncclEpCombineOutputs_t *out,
                        const ncclEpCombineConfig_t *config, cudaStream_t stream);
 /* Configurations of the kernels, shared with ncclEpPrepare; threads and bulk are set by the policy, scaleBytes by the

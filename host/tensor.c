@@ -89,8 +89,8 @@ ncclResult_t epTensorAddress(epArgName name, epBackend *be, const ncclEpTensor_t
   r = be->ops->isDeviceAddress(be, address, &yes);
   if (r != ncclSuccess) return r;
   if (!yes)
-    return epFail(ncclInvalidArgument, "%s: %s at %p is not memory of this group's device: expected memory of it", name.call, name.tensor,
-                  address);
+    return epFail(ncclInvalidArgument, "%s: %s at %p is not memory of this group's device: expected memory of it",
+                  name.call, name.tensor, address);
   *dev = address;
   return ncclSuccess;
 }
@@ -104,8 +104,8 @@ typedef struct epHeapTensor {
 ncclResult_t epTensorAlloc(ncclEpTensor_t **tensor, unsigned ndim, ncclDataType_t type, const size_t *sizes) {
   epHeapTensor *heap;
   if (!tensor || !sizes)
-    return epFail(ncclInvalidArgument, "ncclEpTensorAlloc: %s", tensor ? "sizes is NULL: expected ndim extents"
-                                                                      : "tensor is NULL: expected room for a pointer");
+    return epFail(ncclInvalidArgument, "ncclEpTensorAlloc: %s",
+                  tensor ? "sizes is NULL: expected ndim extents" : "tensor is NULL: expected room for a pointer");
   if (ndim == 0 || ndim > EP_TENSOR_MAX_DIMS)
     return epFail(ncclInvalidArgument, "ncclEpTensorAlloc: ndim is %u: expected 1 to %u", ndim, EP_TENSOR_MAX_DIMS);
   if (!epTypeBytes(type))
@@ -130,10 +130,11 @@ ncclResult_t epTensorDestroy(ncclEpTensor_t *tensor) {
   if (!tensor) return ncclSuccess;
   /* Looked up before it is read: a copy of a descriptor, or one that is destroyed, is not ours to free. */
   if (!epObjectRemove(tensor, EP_OBJECT_TENSOR))
-    return epFail(ncclInvalidArgument,
-                  "ncclEpTensorDestroy: tensor %p is not a descriptor that ncclEpTensorAlloc made: expected one that is "
-                  "not destroyed, and no copy",
-                  (void *)tensor);
+    return epFail(
+        ncclInvalidArgument,
+        "ncclEpTensorDestroy: tensor %p is not a descriptor that ncclEpTensorAlloc made: expected one that is "
+        "not destroyed, and no copy",
+        (void *)tensor);
   tensor->magic = 0;
   free((epHeapTensor *)(void *)tensor);
   return ncclSuccess;

@@ -20,13 +20,26 @@
  *              ordered by the caller.
  *   Collective calls (said in their text) are made by all ranks of the group, for one group in the same order on
  *              every rank. A group and NCCL collectives may share a communicator only on streams that the caller
- * orders. Threads    Calls on different groups may run at the same time. Calls on one group, and on its handles, may
- * come from any thread, one at a time, like calls on one NCCL communicator. Memory     Tensors are device memory,
- * row-major and dense, owned by the caller, valid and (inputs) unmodified until the stream has passed the call.
- * Descriptors, config structs and `sizes` arrays are read before the call returns. Graphs     ncclEpUpdateHandle,
- * ncclEpDispatch, ncclEpCombine and ncclEpComplete can be captured, once the kernels they need are compiled (by an
- * earlier call of the same shape, or ncclEpPrepare). The number of tokens is fixed by the capture; a row of -1 in
- * topk_idx is an inactive token.
+ *              orders. A wait for a rank that does not call ends: on the device after the group's timeout_ns, which
+ *              ncclEpGetAsyncError then reports; on the host (making and destroying groups) after NCCL_EP_TIMEOUT_MS,
+ *              100 s where it is unset (30 s on the emulated fabric), with ncclSystemError or ncclInvalidUsage.
+ *   Equal      What ranks must agree on is not all checked. In one collective call all ranks give
+ *                update    a handle of the same layout and top-k; topk_idx's type and T may differ, and so may the
+ *                          alignment, which each rank uses for its own output
+ *                dispatch  handles updated by the same update; the same hidden, element type, pass_direction,
+ *                          quant_recipe and bytes of a row of scales; the order of the output of scales, padding,
+ *                          numbering of ids and rows of the output may differ
+ *                combine   handles as in dispatch; the same hidden, element type and pass_direction
+ *              Rows of different width on different ranks give undefined data or a timeout. A different top-k or layout
+ *              in high throughput is found: ncclEpGetErrorInfo, code 5; in low latency it is not.
+ *   Threads    Calls on different groups may run at the same time. Calls on one group, and on its handles, may come
+ *              from any thread, one at a time, like calls on one NCCL communicator.
+ *   Memory     Tensors are device memory, row-major and dense, owned by the caller, valid and (inputs) unmodified until
+ *              the stream has passed the call. Descriptors, config structs and `sizes` arrays are read before the call
+ *              returns.
+ *   Graphs     ncclEpUpdateHandle, ncclEpDispatch, ncclEpCombine and ncclEpComplete can be captured, once the kernels
+ *              they need are compiled (by an earlier call of the same shape, or ncclEpPrepare). The number of tokens is
+ *              fixed by the capture; a row of -1 in topk_idx is an inactive token.
  */
 #ifndef NCCL_EP_H_
 #define NCCL_EP_H_
@@ -173,7 +186,7 @@ template <class T> static inline T ncclEpStructInitVersion(unsigned int magic, u
 #define NCCL_EP_AUTO 0
 
 typedef enum {
-  NCCL_EP_ALGO_LOW_LATENCY = 0,    /* small batches (decode); fixed places, no counts beforehand */
+  NCCL_EP_ALGO_LOW_LATENCY = 0,    /* small batches (decode); fixed places, no counts beforehand; forward, no scales */
   NCCL_EP_ALGO_HIGH_THROUGHPUT = 1 /* training and prefill */
 } ncclEpAlgorithm_t;
 
@@ -193,10 +206,13 @@ typedef enum {
   NCCL_EP_LAYOUT_UNSET = NCCL_EP_AUTO, /* refused: a layout must be named */
   /* High throughput: tokens [M, H], topk_weights [M]. One slot per valid (token, k), grouped by local expert; inside an
    * expert ordered by (source rank, source token, k). Every expert's zone starts at a multiple of the handle's
-   * alignment; padding rows are zero; an expert without tokens takes no rows. The expert side applies the weights. Low
-   * latency: tokens [L, R * B, H]; weights are applied by combine. */
+   * alignment; padding rows are zero; an expert without tokens takes no rows. The expert side applies the weights.
+   * Low latency (3-D): tokens [L, R * B, H], in the order of high throughput from each expert's first place on; places
+   * without a token stay as they are. Dispatch carries no weights: combine applies those it is given. */
   NCCL_EP_LAYOUT_EXPERT_MAJOR,
-  /* Low latency only: tokens [R, B, H], topk_weights and topk_idx [R, B, K]. */
+  /* Low latency only: tokens [R, B, H], topk_weights [R, B, K], topk_idx int32 [R, B, K]. Each token that chose at
+   * least one local expert, once, by source rank, in the order of its tokens there; places behind the last token of a
+   * rank have -1 in topk_idx and are untouched otherwise. The expert side applies the weights and sums, as in flat. */
   NCCL_EP_LAYOUT_RANK_MAJOR,
   /* High throughput only: tokens [N, H], topk_weights [N, K], topk_idx [N, K]. Each token that chose at least one local
    * expert, once, ordered by (source rank, source token). The expert side sums a row's local experts, weighted, before
@@ -306,12 +322,12 @@ typedef struct {
   unsigned int size;
   unsigned int magic;
   unsigned int version;        /* NCCL_EP_API_VERSION of the caller */
-  ncclEpAlgorithm_t algorithm; /* zero is low latency */
+  ncclEpAlgorithm_t algorithm; /* zero is NCCL_EP_ALGO_LOW_LATENCY, as in the original interface */
   unsigned int num_experts;    /* E: a multiple of the number of ranks, at most 2048 */
   /* B > 0: tokens a rank dispatches at most. B times top-k is at most 1048576. */
   unsigned int max_dispatch_tokens_per_rank;
   /* Budget: rows of a rank's dispatch output (padded slots in expert-major), at least B. NCCL_EP_AUTO: eager mode, the
-   * caller sizes its outputs to the counts of each routing. */
+   * caller sizes its outputs to the counts of each routing. Low latency has fixed places and does not use it. */
   unsigned int max_recv_tokens_per_rank;
   /* Widest row of dispatch or combine, bytes: a multiple of 16, at most 65536. A dispatched row counts with its scales,
    * which are rounded up to 16. */
@@ -377,11 +393,12 @@ typedef struct ncclEpHandle *ncclEpHandle_t;
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  ncclEpTensor_t *expert_counters;         /* [L] flat: rows that chose each local expert; expert-major: padded slots */
+  ncclEpTensor_t *expert_counters;         /* [L] flat, rank-major: rows that chose each local expert;
+                                              expert-major: slots (padded, in high throughput) */
   ncclEpTensor_t *src_rank_counters;       /* [R] low latency: rows from each rank */
-  ncclEpTensor_t *expert_offsets;          /* [L] expert-major: first slot of each local expert */
-  ncclEpTensor_t *recv_total_counter;      /* [1] flat: received rows; expert-major: padded slots in all */
-  ncclEpExpertIdKind_t recv_topk_idx_kind; /* (version 2) numbering of dispatch's topk_idx output, flat layout */
+  ncclEpTensor_t *expert_offsets;          /* [L] high throughput, expert-major: first slot of each local expert */
+  ncclEpTensor_t *recv_total_counter;      /* [1] flat, rank-major: received rows; expert-major: slots in all */
+  ncclEpExpertIdKind_t recv_topk_idx_kind; /* (version 2) numbering of dispatch's topk_idx output */
   unsigned char padding_v2[4];
 } ncclEpLayoutInfo_t;
 #define NCCL_EP_LAYOUT_INFO_INIT NCCL_EP_STRUCT_INIT(ncclEpLayoutInfo_t, NCCL_EP_MAGIC)
@@ -421,7 +438,7 @@ typedef struct {
   unsigned int size;
   unsigned int magic;
   ncclEpTensor_t *tokens;       /* required: [T, H]; data NULL when T is 0 */
-  ncclEpTensor_t *topk_weights; /* [T, K] FP32: required forward, forbidden backward */
+  ncclEpTensor_t *topk_weights; /* [T, K] FP32: required forward, forbidden backward; 3-D: not read */
   ncclEpTensor_t *scales;       /* [T, S]: required by NCCL_EP_DISP_QUANT_FWD, forbidden else; see ncclEpDispatch */
 } ncclEpDispatchInputs_t;
 #define NCCL_EP_DISPATCH_INPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchInputs_t, NCCL_EP_MAGIC)
@@ -437,10 +454,12 @@ NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpDispatchInputs_t, topk_weights, 16);
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  ncclEpTensor_t *tokens;       /* required: [rows, H], the input's type; see ncclEpDispatch for the number of rows */
-  ncclEpTensor_t *topk_weights; /* forward: flat [rows, K], expert-major [rows], FP32; forbidden backward */
+  ncclEpTensor_t *tokens;       /* required, the input's type: [rows, H], see ncclEpDispatch for the number of rows;
+                                   low latency: all places, [R, B, H] or [L, R * B, H] */
+  ncclEpTensor_t *topk_weights; /* FP32, required forward: flat [rows, K], expert-major [rows], rank-major [R, B, K];
+                                   forbidden backward and in 3-D */
   ncclEpTensor_t *scales;       /* [rows, S], the input's type: with inputs.scales; columns: ncclEpDispatchExt */
-  ncclEpTensor_t *topk_idx;     /* forward, flat: [rows, K] int64; forbidden else */
+  ncclEpTensor_t *topk_idx;     /* required forward: flat [rows, K] int64, rank-major [R, B, K] int32; forbidden else */
 } ncclEpDispatchOutputs_t;
 #define NCCL_EP_DISPATCH_OUTPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchOutputs_t, NCCL_EP_MAGIC)
 #define NCCL_EP_DISPATCH_OUTPUTS_SIZE ((unsigned int)sizeof(ncclEpDispatchOutputs_t))
@@ -477,7 +496,8 @@ NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpDispatchConfig_t, round_scales, 12);
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  ncclEpTensor_t *tokens;       /* required: [rows, H], the experts' outputs where dispatch had put their inputs */
+  ncclEpTensor_t *tokens;       /* required, shaped as dispatch's output: the experts' outputs where it had put
+                                   their inputs */
   ncclEpTensor_t *topk_weights; /* backward only: flat [rows, K], expert-major [rows], FP32 */
   ncclEpTensor_t *scales;       /* (version 2) not supported yet */
 } ncclEpCombineInputs_t;
@@ -497,7 +517,9 @@ typedef struct {
   unsigned int size;
   unsigned int magic;
   ncclEpTensor_t *tokens;       /* required: [T, H], the input's type */
-  ncclEpTensor_t *topk_weights; /* backward: [T, K] FP32, receives each weight's gradient, 0 where the index was -1 */
+  ncclEpTensor_t *topk_weights; /* [T, K] FP32. Backward: receives each weight's gradient, 0 where the index was -1.
+                                   Low latency, 3-D: required, and an INPUT: the weights that combine applies, as in
+                                   the original interface. Forbidden else */
 } ncclEpCombineOutputs_t;
 #define NCCL_EP_COMBINE_OUTPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpCombineOutputs_t, NCCL_EP_MAGIC)
 #define NCCL_EP_COMBINE_OUTPUTS_SIZE ((unsigned int)sizeof(ncclEpCombineOutputs_t))
@@ -552,14 +574,18 @@ extern "C" {
 ncclResult_t ncclEpGetVersion(int *version);
 
 /* ncclEpTensorAlloc: a descriptor on the heap with its own copy of `sizes`. It allocates no tensor memory: the caller
- * sets `data`, or `win_hdl` and `win_offset`. tensor    out, released by ncclEpTensorDestroy ndim      1 to 8 datatype
- * element type sizes     [ndim] extents, copied config    NULL or NCCL_EP_TENSOR_ALLOC_CONFIG_INIT Local; any thread.
- */
+ * sets `data`, or `win_hdl` and `win_offset`.
+ *   tensor    out, released by ncclEpTensorDestroy
+ *   ndim      1 to 8
+ *   datatype  element type
+ *   sizes     [ndim] extents, copied
+ *   config    NULL or NCCL_EP_TENSOR_ALLOC_CONFIG_INIT
+ * Local; any thread. */
 ncclResult_t ncclEpTensorAlloc(ncclEpTensor_t **tensor, unsigned int ndim, ncclDataType_t datatype, const size_t *sizes,
                                const ncclEpTensorAllocConfig_t *config);
 
 /* ncclEpTensorDestroy: releases a descriptor from ncclEpTensorAlloc, not the memory it points to. NULL is accepted.
- * ncclInvalidArgument: a descriptor that ncclEpTensorAlloc did not make. */
+ * ncclInvalidArgument: a descriptor that ncclEpTensorAlloc did not make (a copy is none), or that is destroyed. */
 ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t *tensor);
 
 /* ncclEpCreateGroup: a group over all ranks of a communicator.
@@ -567,50 +593,54 @@ ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t *tensor);
  *   comm      NCCL's communicator, not NULL (PyTorch's is NULL until its first collective unless the process group was
  *             made with a device id), or one of the emulated fabric. It must outlive the group.
  *   config    not NULL; equal on all ranks except for max_num_sms, timeout_ns and alloc. Ranks compare it, and name the
- * first field that differs with both values. Collective; blocks the host. Reads the NCCL_EP_* environment. Allocates
- * one symmetric window (its size: ncclEpCalculateBufferSize), registers it, and allocates scratch by `alloc`. Not
- * allowed while the device's stream is being captured. ncclInvalidUsage also answers for several scale-up domains and
- * other things not supported yet. */
+ *             first field that differs with both values.
+ * Collective; blocks the host. Reads the NCCL_EP_* environment. Allocates one symmetric window (its size in high
+ * throughput: ncclEpCalculateBufferSize), registers it, and allocates scratch by `alloc`. Not allowed while the
+ * device's stream is being captured. ncclInvalidUsage also answers for several scale-up domains and other things not supported
+ * yet. A rank that refuses its own arguments, or never calls, is waited for: see "Collective" above. When that wait
+ * ends, this process keeps the group's memory, because NCCL's exchange still runs on the device. */
 ncclResult_t ncclEpCreateGroup(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config);
 
 /* ncclEpGroupDestroy: releases a group's window, scratch and kernels.
  * Collective, because ranks store into each other's windows: it waits until all ranks have called it, or the
- * communicator has an error or is aborted (with a rank that is gone, abort the communicator first). The caller has
- * synchronised its streams with the group's work. Handles of the group become invalid (further calls on them answer
- * ncclInvalidArgument) and their device memory is released; the handles themselves are released by ncclEpHandleDestroy,
- * before or after. NULL is accepted.
- */
+ * communicator has an error or is aborted (with a rank that is gone, abort the communicator first), or the time said
+ * under "Collective" has passed. The caller has synchronised its streams with the group's work. Handles of the group
+ * become invalid (further calls on them answer ncclInvalidArgument) and their device memory is released; the handles
+ * themselves are released by ncclEpHandleDestroy, before or after. NULL is accepted. */
 ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t ep_group);
 
 /* ncclEpHandleMemSize: bytes of device memory that a handle's routing record takes.
- *   layout    NCCL_EP_LAYOUT_FLAT or NCCL_EP_LAYOUT_EXPERT_MAJOR
- *   config    NULL: defaults
+ *   layout    high throughput: NCCL_EP_LAYOUT_FLAT or NCCL_EP_LAYOUT_EXPERT_MAJOR; low latency:
+ *             NCCL_EP_LAYOUT_RANK_MAJOR or NCCL_EP_LAYOUT_EXPERT_MAJOR
+ *   config    NULL: defaults; low latency takes no alignment
  *   size_out  out
- *   num_topk  K, or -1: for any K of the group
+ *   num_topk  K, 1 to the group's num_topk, or -1: for any of them
  * Local. */
 ncclResult_t ncclEpHandleMemSize(ncclEpGroup_t ep_group, ncclEpLayout_t layout, const ncclEpHandleConfig_t *config,
                                  size_t *size_out, int num_topk);
 
 /* ncclEpInitHandle: a handle without routing, to be followed by ncclEpUpdateHandle.
  *   handle      out
- *   layout      of this handle's dispatch outputs
+ *   layout      of this handle's dispatch outputs, as for ncclEpHandleMemSize
  *   config      NULL: defaults
  *   num_topk    K of the routings, 1 to 32 and at most the group's num_topk, or -1: known at the first update
  *   handle_mem  NULL: the group's allocator. Else the caller's memory: 1-D ncclUint8, at least ncclEpHandleMemSize
- * bytes, 256-byte aligned, which must outlive the handle and stays the caller's. Local. With handle_mem it allocates
- * nothing on the device and may be called while capturing; without it not. Memory that already holds a routing record
- * of this group's shape (written through another handle, moved or copied by the caller) can be used by dispatch and
- * combine without an update: give the K that wrote it; with -1 the first call reads it back, which synchronises that
- * call's stream and is refused while capturing. */
+ *               bytes, 256-byte aligned, which must outlive the handle and stays the caller's.
+ * Local. With handle_mem it allocates nothing on the device and may be called while capturing; without it not. Memory
+ * that already holds a routing record of this group's shape (written through another handle, moved or copied by the
+ * caller) can be used by dispatch and combine without an update: give the K that wrote it; with -1 the first call reads
+ * it back, which synchronises that call's stream and is refused while capturing. */
 ncclResult_t ncclEpInitHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, ncclEpLayout_t layout,
                               const ncclEpHandleConfig_t *config, int num_topk, const ncclEpTensor_t *handle_mem);
 
 /* ncclEpUpdateHandle: gives a handle the routing of a batch.
  *   topk_idx     [T, K] int64 or int32 global expert ids; -1: no selection. T is at most max_dispatch_tokens_per_rank,
- * may differ from rank to rank and may be 0 (data may then be NULL). An id outside [0, E) counts as -1 and is reported
- * by ncclEpGetAsyncError. The same id twice in a row is two selections. May be overwritten once the stream has passed
- * this call. layout_info  NULL, or counters to fill on the stream Collective, asynchronous, capturable. Compiles at
- * first use of a shape. */
+ *                may differ from rank to rank and may be 0 (data may then be NULL). An id outside [0, E) counts as -1
+ *                and is reported by ncclEpGetAsyncError. The same id twice in a row is two selections. May be
+ *                overwritten once the stream has passed this call.
+ *   layout_info  NULL, or counters to fill on the stream (high throughput)
+ * Collective (local in low latency, where dispatch exchanges the routing), asynchronous, capturable. Compiles at first
+ * use of a shape. */
 ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx,
                                 const ncclEpLayoutInfo_t *layout_info, cudaStream_t stream);
 
@@ -626,43 +656,52 @@ ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle);
 
 /* ncclEpDispatch: takes every token to the ranks of its experts.
  *   inputs       tokens [T, H], T as in the update; any element type, moved bit for bit; H * element bytes is a
- * multiple of 16 and at most max_token_bytes; 16-byte aligned. topk_weights [T, K] in the forward pass. outputs tokens
- * [rows, H] and, forward, topk_weights and (flat) topk_idx with as many rows. With a budget, rows is at least the
- *                budget (max_recv_tokens_per_rank). Eager: rows is at least what the routing needs (recv_total_counter,
- * or ncclEpGetHostCounts); where the host knows the counts already fewer rows are refused, naming the number needed,
- * else the rows that fit arrive and ncclEpGetAsyncError says so. Flat: token rows past the received ones stay
- * untouched; with a budget, topk_idx and topk_weights past them are set to -1 and 0. layout_info  NULL, or
- * recv_topk_idx_kind config       NULL: forward, no recipe Collective, asynchronous, capturable. Any number of times
- * per update. Bytes and order of the outputs depend on the inputs only.
+ *                multiple of 16 and at most max_token_bytes; 16-byte aligned. topk_weights [T, K] in the forward pass.
+ *   outputs      tokens [rows, H] and, forward, topk_weights and (flat) topk_idx with as many rows. With a budget, rows
+ *                is at least the budget (max_recv_tokens_per_rank). Eager: rows is at least what the routing needs
+ *                (recv_total_counter, or ncclEpGetHostCounts); where the host knows the counts already fewer rows are
+ *                refused, naming the number needed, else the rows that fit arrive and ncclEpGetAsyncError says so.
+ *                Flat: token rows past the received ones stay untouched; with a budget, topk_idx and topk_weights past
+ *                them are set to -1 and 0.
+ *   layout_info  NULL, or recv_topk_idx_kind
+ *   config       NULL: forward, no recipe
+ * Collective, asynchronous, capturable. Any number of times per update. Bytes and order of the outputs depend on the
+ * inputs only.
  *
  * Low precision (config.quant_recipe NCCL_EP_DISP_QUANT_FWD, both passes, flat and 2-D expert-major): inputs.scales
  * [T, S] and outputs.scales [rows, S] are both required. A token's row of scales goes wherever its row goes, bit for
  * bit: FP32 per 128 elements, UE8M0 as bytes or four to an int32, one per 32 or 16 elements, whatever it means. Types:
  * FP32, FP16, BF16, FP8 (both), uint8, int32 and uint32. A row of scales has a multiple of 4 bytes (fill up to it with
  * bytes of your own), the same on all ranks, and starts 4-byte aligned; with the row of tokens, and rounded up to 16,
- * it fits max_token_bytes. Flat: rows past the received ones stay untouched. Expert-major: padding rows are zero. */
-/* In low latency (forward pass, no recipe) the outputs have fixed places and are 3-D:
+ * it fits max_token_bytes. Flat: rows past the received ones stay untouched. Expert-major: padding rows are zero.
+ *
+ * In low latency (forward pass; recipes and scales are refused) the outputs have fixed places and are 3-D:
  *   rank-major        tokens [R, B, H], topk_weights [R, B, K], topk_idx [R, B, K] int32: region s holds the tokens of
  *                     rank s that selected a local expert, packed at its front in source order, with the source's K
  *                     weights and local ids (-1 elsewhere); unused rows of topk_idx are -1, those of the others untouched
  *   3-D expert-major  tokens [L, R * B, H], no weights, no indices: region e holds the slots of local expert e, packed at
  *                     its front in (source rank, source token, k) order. Slots beyond R * B, which repeated ids alone can
  *                     cause, are dropped and reported
- * The exchange of the routing is part of it, so ncclEpUpdateHandle is local and quick. */
+ * Rank-major requires inputs.topk_weights, outputs.topk_weights and outputs.topk_idx. 3-D expert-major refuses the two
+ * outputs; inputs.topk_weights may be given there and is not read. The exchange of the routing is part of dispatch, so
+ * ncclEpUpdateHandle is local and quick. */
 ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
                             const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                             const ncclEpDispatchConfig_t *config, cudaStream_t stream);
 
 /* ncclEpCombine: sums the experts' rows of every token, back at the token's rank.
- *   inputs   tokens [rows, H] BF16, FP16 or FP32, rows as in dispatch; backward also topk_weights
+ *   inputs   tokens [rows, H] (low latency: [R, B, H] or [L, R * B, H]) BF16, FP16 or FP32, rows as in dispatch;
+ *            backward also topk_weights
  *   outputs  tokens [T, H] of the same type; backward also topk_weights [T, K]
  *   config   NULL: forward, no recipe
  * y[t] is the sum over the slots that token t has, in FP32 and in a fixed order: the slots of one rank in ascending k,
  * rounded to the token type, then the ranks' sums in the order of the highest k each holds, rounded once. Weights are
- * applied by the expert side. A token without selection gets zeros. Collective, asynchronous, capturable, any number of
- * times per update. */
-/* In low latency (forward pass) it follows a dispatch on the same routing; inputs are shaped as that dispatch's outputs.
- * 3-D expert-major takes the weights: outputs.topk_weights [T, K], an input. A slot enters its rank's sum by fused
+ * applied by the expert side, but for low latency's 3-D layout, where combine applies them. A token without selection
+ * gets zeros. Collective, asynchronous, capturable, any number of times per update.
+ *
+ * In low latency (forward pass) it follows a dispatch on the same routing; inputs are shaped as that dispatch's outputs.
+ * 3-D expert-major takes the weights: outputs.topk_weights [T, K], which is required and read, never written.
+ * Rank-major refuses it, as there the expert side has applied the weights. A slot enters its rank's sum by fused
  * multiply-add with its weight; else sums, their order and their rounding are as above. */
 ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
                            const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
@@ -681,7 +720,8 @@ ncclResult_t ncclEpMaskUpdate(ncclEpGroup_t ep_group, const int *mask, cudaStrea
 ncclResult_t ncclEpMaskClean(ncclEpGroup_t ep_group, cudaStream_t stream);
 
 /* ncclEpGetAsyncError: whether a kernel of the group has reported something.
- *   error_out  out: 0 nothing; 1 a wait timed out or was aborted, an expert id was out of range, or rows were dropped.
+ *   error_out  out: 0 nothing; 1 a wait timed out or was aborted, ranks disagree, an expert id was out of range, or
+ *              rows were dropped.
  * Which of these: ncclEpGetErrorInfo (nccl_ep_ext.h). Local; reads host memory, synchronises nothing. */
 ncclResult_t ncclEpGetAsyncError(ncclEpGroup_t ep_group, int *error_out);
 

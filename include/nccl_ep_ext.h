@@ -30,7 +30,8 @@ typedef struct {
   int rank;              /* this rank */
   int peer;              /* rank waited for, or -1 */
   unsigned int expected; /* generation or count expected; rows needed for code 4 */
-  unsigned int seen;     /* generation or count seen; the budget for code 4 */
+  unsigned int seen;     /* generation or count seen; for code 4 the rows there were room for, 0 in eager groups;
+                          * for code 3 the low 32 bits of the id (`text` has all) */
   char phase[48];        /* for example "dispatch: rows" */
   char text[256];        /* one line for people */
 } ncclEpErrorInfo_t;
@@ -135,7 +136,7 @@ typedef struct {
 } ncclEpDispatchExtConfig_t;
 #define NCCL_EP_DISPATCH_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchExtConfig_t, NCCL_EP_MAGIC)
 /* ncclEpDispatchExt: ncclEpDispatch, with options. ext_config NULL: as ncclEpDispatch. Options may differ from rank to
- * rank. */
+ * rank. Low latency has no options: it refuses all but the defaults. */
 ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
                                const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                                const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext_config,
@@ -196,7 +197,8 @@ typedef struct {
 } ncclEpPrepareConfig_t;
 #define NCCL_EP_PREPARE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpPrepareConfig_t, NCCL_EP_MAGIC)
 /* ncclEpPrepare: compiles and loads every kernel that calls of this shape need, so that no later call compiles: update,
- * forward dispatch and combine, with `backward` those of the backward pass too. Not while capturing. Local. */
+ * forward dispatch and combine, with `backward` those of the backward pass too. Low latency refuses `backward` and
+ * `scale_bytes`. Not while capturing. Local. */
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);
 
 /* ---- Emulated communicators ----------------------------------------------------------------------------------------

@@ -157,7 +157,8 @@ ncclResult_t ncclEpMaskClean(ncclEpGroup_t ep_group, cudaStream_t stream) {
 ncclResult_t ncclEpGetAsyncError(ncclEpGroup_t ep_group, int *error_out) {
   EP_CALL();
   ncclResult_t r = epGroupFind("ncclEpGetAsyncError", ep_group);
-  if (r == ncclSuccess && !error_out) r = epFail(ncclInvalidArgument, "ncclEpGetAsyncError: error_out is NULL: expected room for an int");
+  if (r == ncclSuccess && !error_out)
+    r = epFail(ncclInvalidArgument, "ncclEpGetAsyncError: error_out is NULL: expected room for an int");
   if (r == ncclSuccess) *error_out = epGroupAsyncError(ep_group);
   return r;
 }

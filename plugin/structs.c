@@ -14,7 +14,8 @@ ncclResult_t epTakeStruct(const char *call, const char *name, const void *from, 
   const epStructHead current = {bytes, NCCL_EP_MAGIC};
   epStructHead head;
   unsigned covered;
-  if (!from) return epFail(ncclInvalidArgument, "%s: %s is NULL: expected a struct filled by its _INIT macro", call, name);
+  if (!from)
+    return epFail(ncclInvalidArgument, "%s: %s is NULL: expected a struct filled by its _INIT macro", call, name);
   memcpy(&head, from, sizeof head);
   if (head.magic != NCCL_EP_MAGIC)
     return epFail(ncclInvalidArgument, "%s: %s has magic %#x: expected %#x (fill it with its _INIT macro)", call, name,

@@ -17,7 +17,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "cuda_backend.h"
+#include "cuda_internal.h"
 #include "cuda_nccl.h"
 #include "fail.h"
 #include "fake/fake.h"
@@ -164,6 +164,7 @@ static fakeFailFn failCall;
 static fakeLiveFn live;
 static fakeThreadFn thread;
 static fakeLaunchedFn launched;
+static fakeHangFn hang;
 static int haveCompiler;
 
 static void bind(void *lib, const char *name, void *slot) {
@@ -372,10 +373,37 @@ static void refusals(void **state) {
   assert_int_equal(live(), 0);
 }
 
+/* A peer that never joins: the wait ends, and nothing that would wait for the device is called afterwards. */
+static void peersThatStayAway(void **state) {
+  (void)state;
+  struct ncclComm comm = {0, 1, &theWorld};
+  epBackend *be = NULL;
+  void *dev = NULL;
+  int word = 1, all = 0;
+  mine = &comm;
+  (void)setenv("NCCL_EP_TIMEOUT_MS", "50", 1);
+  assert_int_equal(epCudaBackendOpen(&comm, NULL, &be), ncclSuccess);
+  (void)unsetenv("NCCL_EP_TIMEOUT_MS");
+  assert_int_equal(be->ops->alloc(be, &dev, 100), ncclSuccess);
+  hang(1);
+  assert_int_equal(be->ops->allGather(be, &word, &all, sizeof(word)), ncclSystemError);
+  assert_non_null(strstr(epLastError(), "rank 0 of 1 has waited 50 ms"));
+  assert_non_null(strstr(epLastError(), "NCCL_EP_TIMEOUT_MS"));
+  int before = live();
+  assert_int_equal(be->ops->free(be, dev), ncclSuccess);
+  assert_int_equal(live(), before);
+  hang(0); /* the peer came after all, so that the rest can be given back here */
+  ((epCuda *)be)->stuck = 0;
+  assert_int_equal(be->ops->free(be, dev), ncclSuccess);
+  be->ops->destroy(be);
+  assert_int_equal(live(), 0);
+  assert_int_equal(thread(), 0);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(twoRanks), cmocka_unit_test(noWindow),
                                      cmocka_unit_test(wrongWindow), cmocka_unit_test(anyCallFails),
-                                     cmocka_unit_test(refusals)};
+                                     cmocka_unit_test(refusals), cmocka_unit_test(peersThatStayAway)};
   epJit *jit;
   void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (lib) {
@@ -383,8 +411,9 @@ int main(void) {
     bind(lib, "fakeLive", &live);
     bind(lib, "fakeThread", &thread);
     bind(lib, "fakeLaunched", &launched);
+    bind(lib, "fakeHang", &hang);
   }
-  if (!failCall || !live || !thread || !launched) {
+  if (!failCall || !live || !thread || !launched || !hang) {
     printf("skipped: the fake libcuda.so.1 is not first in LD_LIBRARY_PATH\n");
     return 77;
   }

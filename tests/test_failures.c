@@ -59,8 +59,8 @@ static void overflowBody(epTestRank *me) {
   EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
   EXPECT(me, error == over && info.code == (over ? 4 : 0), "async error %d, code %d: %s", error, info.code, info.text);
   if (over)
-    EXPECT(me, info.expected == needed && info.seen == round->c->budget, "overflow says %u of %u", info.seen,
-           info.expected);
+    EXPECT(me, info.expected == needed && info.seen == round->c->budget && strstr(info.text, "max_recv_tokens_per_rank"),
+           "overflow says %u of %u: %s", info.seen, info.expected, info.text);
   EXPECT_OK(me, ncclEpErrorClear(me->group));
   epExpectNoAsyncError(me);
   epRunDispatch(me, &run); /* as good as before */
@@ -118,13 +118,71 @@ static void eagerNamesTheRowsNeeded(void **state) {
   epRoundFree(&round);
 }
 
+/* Eager, and the host cannot know yet: what does not fit is dropped, and the report does not speak of a budget of 0. */
+static void earlyShortBody(epTestRank *me) {
+  const epRound *round = me->arg;
+  const epCase *c = round->c;
+  epRun run = {0};
+  epTestTensor x = {0}, w = {0}, out = {0}, weights = {0};
+  ncclEpHandle_t h = NULL;
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  epGroupMake(me, c);
+  if (!me->group) return;
+  epRunUpdate(me, &run, round);
+  uint64_t needed = round->ref->rank[me->rank].needed;
+  epTensorMake(me, &x, c->type, 2, round->tokens[me->rank], c->hidden, "x");
+  epTensorMake(me, &w, ncclFloat32, 2, round->tokens[me->rank], c->topk, "w");
+  epTensorMake(me, &out, c->type, 2, needed, c->hidden, "tokens");
+  epTensorMake(me, &weights, ncclFloat32, 1, needed, 0, "weights");
+  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+  in.tokens = &x.t, in.topk_weights = &w.t;
+  ncclEpDispatchOutputs_t outs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  outs.tokens = &out.t, outs.topk_weights = &weights.t;
+  epTensorFill(me, &run.topk, round->idx[me->rank]); /* epRunUpdate has overwritten it */
+  EXPECT_OK(me, ncclEpCreateHandle(&h, me->group, c->layout, &run.topk.t, NULL, NULL, NULL));
+  if (needed) out.sizes[0]--, weights.sizes[0]--;
+  ncclResult_t r = ncclEpDispatch(h, &in, &outs, NULL, NULL, NULL);
+  if (r != ncclSuccess && needed) { /* it was quick */
+    out.sizes[0]++, weights.sizes[0]++;
+    EXPECT_OK(me, ncclEpDispatch(h, &in, &outs, NULL, NULL, NULL));
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  } else {
+    EXPECT(me, r == ncclSuccess, "dispatch: %s", ncclEpGetLastErrorString());
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+    EXPECT(me, info.code == (needed ? 4 : 0), "code %d: %s", info.code, info.text);
+    if (needed)
+      EXPECT(me, info.expected == needed && info.seen == 0 && strstr(info.text, "eager") && !strstr(info.text, " 0"),
+             "%u of %u: %s", info.seen, info.expected, info.text);
+    if (needed) out.sizes[0]++, weights.sizes[0]++;
+  }
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  epTensorFree(me, &x);
+  epTensorFree(me, &w);
+  epTensorFree(me, &out);
+  epTensorFree(me, &weights);
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void eagerSaysWhatWasDropped(void **state) {
+  (void)state;
+  epCase c = small(2, NCCL_EP_LAYOUT_EXPERT_MAJOR);
+  epRound round;
+  epRoundMake(&round, &c, (uint32_t[]){8, 8}, pickRankZero, NULL);
+  runWorlds(2, &round, earlyShortBody);
+  epRoundFree(&round);
+}
+
 /* ---- Bad ids
  * ------------------------------------------------------------------------------------------------------------ */
 
 static int64_t pickBad(const epCase *c, uint32_t rank, uint32_t token, uint32_t k, void *arg) {
-  const int64_t bad[] = {c->experts, -2, 2147483647, -2147483647 - 1};
+  const int64_t narrow[] = {c->experts, -2, 2147483647, -2147483647 - 1};
+  const int64_t wide[] = {INT64_MIN, (int64_t)1 << 32, INT64_MAX, -2};
   (void)arg;
-  if (rank == 0 && k == 1 && token % 2) return bad[token / 2 % 4];
+  if (rank == 0 && k == 1 && token % 2) return (c->indexType == ncclInt32 ? narrow : wide)[token / 2 % 4];
   return (rank + token + k) % c->experts;
 }
 
@@ -142,6 +200,13 @@ static void badIdsBody(epTestRank *me) {
   EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
   EXPECT(me, error == !me->rank && info.code == (me->rank ? 0 : 3), "async error %d, code %d: %s", error, info.code,
          info.text);
+  if (!me->rank) { /* whole: as it was given */
+    unsigned t = 99, k = 99;
+    long long value = 0;
+    EXPECT(me, sscanf(info.text, "topk_idx[%u][%u] is %lld:", &t, &k, &value) == 3 && t < 8 && k == 1 &&
+                   value == pickBad(round->c, 0, t, k, NULL),
+           "it says %s", info.text);
+  }
   EXPECT_OK(me, ncclEpErrorClear(me->group));
   epExpectNoAsyncError(me);
   epRunFree(me, &run);
@@ -533,6 +598,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(smallBudgetDropsTheRest),
       cmocka_unit_test(eagerNamesTheRowsNeeded),
+      cmocka_unit_test(eagerSaysWhatWasDropped),
       cmocka_unit_test(badIdsSelectNothing),
       cmocka_unit_test(configMismatchIsNamedOnEveryRank),
       cmocka_unit_test(aRankThatStaysAwayIsReported),

@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -46,6 +48,62 @@ static void lastErrorIsPerThread(void **state) {
   pthread_join(thread, NULL);
   assert_int_equal(empty, 1);
   assert_string_equal(ncclEpGetLastErrorString(), "x is 3: expected four");
+}
+
+static ncclResult_t ncclEpPretended(const char *text) {
+  EP_CALL();
+  return epFail(ncclInternalError, "%s", text);
+}
+
+/* A function deep below need not know for whom it works: its line begins with the call all the same. */
+static void errorsNameTheirCall(void **state) {
+  (void)state;
+  ncclEpPretended("x is 3");
+  assert_string_equal(ncclEpGetLastErrorString(), "ncclEpPretended: x is 3");
+  ncclEpPretended("ncclEpPretended: x is 3");
+  assert_string_equal(ncclEpGetLastErrorString(), "ncclEpPretended: x is 3");
+  ncclEpPretended("ncclEpPretendedMore: x is 3");
+  assert_string_equal(ncclEpGetLastErrorString(), "ncclEpPretended: ncclEpPretendedMore: x is 3");
+  {
+    EP_CALL();
+    epCallArgument("inputs.tokens");
+    epFail(ncclInternalError, "win_hdl is bad");
+    assert_string_equal(ncclEpGetLastErrorString(), "errorsNameTheirCall: inputs.tokens: win_hdl is bad");
+    ncclEpPretended("x is 3"); /* has no argument of its own */
+    assert_string_equal(ncclEpGetLastErrorString(), "ncclEpPretended: x is 3");
+    epFail(ncclInternalError, "y");
+    assert_string_equal(ncclEpGetLastErrorString(), "errorsNameTheirCall: y");
+  }
+  epFail(ncclInternalError, "z");
+  assert_string_equal(ncclEpGetLastErrorString(), "z");
+}
+
+/* Runs first, before the level is read: a child logs two lines with a level that is none, and says so once. */
+static void unknownLevelIsNamed(void **state) {
+  (void)state;
+  char text[2048];
+  size_t at = 0;
+  int ends[2];
+  assert_int_equal(pipe(ends), 0);
+  pid_t child = fork();
+  assert_true(child >= 0);
+  if (child == 0) {
+    dup2(ends[1], 2);
+    setenv("NCCL_EP_DEBUG", "LOUD", 1);
+    epLog(EP_LOG_WARN, "first");
+    epLog(EP_LOG_INFO, "second");
+    _exit(0);
+  }
+  close(ends[1]);
+  for (ssize_t n; at + 1 < sizeof text && (n = read(ends[0], text + at, sizeof text - 1 - at)) > 0;) at += (size_t)n;
+  text[at] = 0;
+  close(ends[0]);
+  assert_int_equal(waitpid(child, NULL, 0), child);
+  const char *said = strstr(text, "NCCL_EP_DEBUG=LOUD ignored: expected NONE, WARN, INFO or TRACE");
+  assert_non_null(said);
+  assert_null(strstr(said + 1, "NCCL_EP_DEBUG"));
+  assert_non_null(strstr(text, "first"));
+  assert_null(strstr(text, "second"));
 }
 
 static void longErrorsAreCut(void **state) {
@@ -88,6 +146,7 @@ static void environmentTableIsComplete(void **state) {
   assert_non_null(out);
   epEnvPrint(out);
   fclose(out);
+  assert_non_null(strstr(text, "NCCL_EP_NCCL")); /* the tools' own */
   for (int i = 0; i < EP_ENV_COUNT; i++) {
     assert_int_equal(strncmp(epEnvName((epEnvId)i), "NCCL_EP_", 8), 0);
     assert_non_null(strstr(text, epEnvName((epEnvId)i)));
@@ -255,6 +314,12 @@ static void heapDescriptors(void **state) {
   assert_ptr_equal(t, untouched);
   ncclEpTensor_t stack = NCCL_EP_TENSOR_INIT;
   expectError(ncclEpTensorDestroy(&stack), ncclInvalidArgument, "ncclEpTensorAlloc");
+  /* a copy is not the library's to free, and nothing is freed twice */
+  assert_int_equal(ncclEpTensorAlloc(&t, 1, ncclInt8, sizes, NULL), ncclSuccess);
+  ncclEpTensor_t copy = *t;
+  expectError(ncclEpTensorDestroy(&copy), ncclInvalidArgument, "no copy");
+  assert_int_equal(ncclEpTensorDestroy(t), ncclSuccess);
+  expectError(ncclEpTensorDestroy(t), ncclInvalidArgument, "not destroyed");
 }
 
 /* ---- Objects and configurations
@@ -366,7 +431,7 @@ static void nullsAndStrangersAreRefused(void **state) {
   ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
   ncclEpGroupProperties_t properties = NCCL_EP_GROUP_PROPERTIES_INIT;
   ncclEpHostCounts_t counts = NCCL_EP_HOST_COUNTS_INIT;
-  expectError(ncclEpCreateGroup(&none, NULL, &config), ncclInvalidArgument, "comm is NULL");
+  expectError(ncclEpCreateGroup(&none, NULL, &config), ncclInvalidArgument, "ncclEpCreateGroup: comm is NULL");
   expectError(ncclEpCreateGroup(NULL, (ncclComm_t)(void *)&dummy, &config), ncclInvalidArgument, "ep_group");
   expectError(ncclEpCreateGroup(&none, (ncclComm_t)(void *)&dummy, NULL), ncclInvalidArgument, "config");
   assert_null(none);
@@ -377,6 +442,13 @@ static void nullsAndStrangersAreRefused(void **state) {
   expectError(ncclEpHandleMemSize(group, NCCL_EP_LAYOUT_FLAT, NULL, &bytes, 4), ncclInvalidArgument, "group");
   expectError(ncclEpInitHandle(&newHandle, group, NCCL_EP_LAYOUT_FLAT, NULL, 4, NULL), ncclInvalidArgument, "group");
   expectError(ncclEpUpdateHandle(handle, NULL, NULL, NULL), ncclInvalidArgument, "handle");
+  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+  ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  expectError(ncclEpDispatch(handle, &in, &out, NULL, NULL, NULL), ncclInvalidArgument, "ncclEpDispatch: handle");
+  expectError(ncclEpDispatchExt(handle, &in, &out, NULL, NULL, NULL, NULL), ncclInvalidArgument,
+              "ncclEpDispatchExt: handle");
+  expectError(ncclEpDispatchExt(handle, NULL, &out, NULL, NULL, NULL, NULL), ncclInvalidArgument,
+              "ncclEpDispatchExt: inputs is NULL: expected");
   expectError(ncclEpComplete(handle, NULL, NULL), ncclInvalidArgument, "handle");
   expectError(ncclEpGetErrorInfo(group, &info), ncclInvalidArgument, "group");
   expectError(ncclEpGetGroupProperties(group, &properties), ncclInvalidArgument, "group");
@@ -400,7 +472,9 @@ static void structsAreRecognised(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
+      cmocka_unit_test(unknownLevelIsNamed), /* first */
       cmocka_unit_test(lastErrorIsPerThread),
+      cmocka_unit_test(errorsNameTheirCall),
       cmocka_unit_test(longErrorsAreCut),
       cmocka_unit_test(environmentIsChecked),
       cmocka_unit_test(environmentTableIsComplete),

@@ -392,6 +392,33 @@ static void reports(void **state) {
   planFree(&p);
 }
 
+/* What low latency has no use for is refused, never ignored. */
+static void optionsRefused(epTestRank *me, const plan *p, ncclEpHandle_t h, batch *b) {
+  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+  ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  ncclEpDispatchExtConfig_t ext = NCCL_EP_DISPATCH_EXT_CONFIG_INIT;
+  ncclEpPrepareConfig_t ahead = NCCL_EP_PREPARE_CONFIG_INIT;
+  size_t bytes = 7;
+  in.tokens = &b->x.t, out.tokens = &b->out.t;
+  ext.scale_layout = NCCL_EP_SCALE_COLUMN_MAJOR;
+  EXPECT_ERROR(me, ncclEpDispatchExt(h, &in, &out, NULL, NULL, &ext, NULL), ncclInvalidUsage,
+               "ncclEpDispatchExt: |scale_layout");
+  ext.scale_layout = NCCL_EP_SCALE_ROW_MAJOR, ext.scale_column_stride = 64;
+  EXPECT_ERROR(me, ncclEpDispatchExt(h, &in, &out, NULL, NULL, &ext, NULL), ncclInvalidUsage, "scale_column_stride is 64");
+  ext.scale_column_stride = 0, ext.no_zero_pad = 1;
+  EXPECT_ERROR(me, ncclEpDispatchExt(h, &in, &out, NULL, NULL, &ext, NULL), ncclInvalidUsage, "no_zero_pad is 1");
+  ahead.layout = p->layout, ahead.hidden = p->hidden, ahead.top_k = p->topk, ahead.index_type = ncclInt64;
+  ahead.dispatch_type = ahead.combine_type = ncclBfloat16;
+  ahead.backward = 1;
+  EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidUsage, "backward is 1");
+  ahead.backward = 0, ahead.scale_bytes = 8;
+  EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidUsage, "scale_bytes is 8");
+  ahead.scale_bytes = 0;
+  EXPECT_OK(me, ncclEpPrepare(me->group, &ahead));
+  EXPECT_ERROR(me, ncclEpHandleMemSize(me->group, p->layout, NULL, &bytes, 0), ncclInvalidArgument, "num_topk is 0");
+  EXPECT(me, bytes == 7, "the output was set on failure");
+}
+
 static void refusedBody(epTestRank *me) {
   plan *p = me->arg;
   batch b;
@@ -431,6 +458,7 @@ static void refusedBody(epTestRank *me) {
     EXPECT_ERROR(me, dispatch(p, h, &b), ncclInvalidArgument, "outputs.topk_idx|int32");
     b.outIdx.t.datatype = ncclInt32;
   }
+  optionsRefused(me, p, h, &b);
   EXPECT_OK(me, dispatch(p, h, &b));
   if (!rankMajor) {
     b.w.t.datatype = ncclBfloat16;

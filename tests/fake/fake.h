@@ -11,5 +11,7 @@ typedef int (*fakeLiveFn)(void);
 typedef int (*fakeThreadFn)(void);
 /* Launches so far, and the first bytes of the last one's arguments. */
 typedef int (*fakeLaunchedFn)(unsigned *firstWord);
+/* 1: streams never come to an end, as when a peer does not join. */
+typedef void (*fakeHangFn)(int on);
 
 #endif

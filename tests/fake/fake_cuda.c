@@ -21,6 +21,9 @@ int fakeLive(void);
 int fakeLive(void) { return live; }
 int fakeThread(void);
 int fakeThread(void) { return depth + (captureMode ? 1000 : 0); }
+static atomic_int hangs;
+void fakeHang(int on);
+void fakeHang(int on) { hangs = on; }
 int fakeLaunched(unsigned *firstWord);
 int fakeLaunched(unsigned *firstWord) {
   *firstWord = lastWord;
@@ -188,7 +191,7 @@ CALL(cuStreamDestroy_v2, void *stream) {
 CALL(cuStreamQuery, void *stream) {
   (void)stream;
   NEED_CONTEXT();
-  return OK;
+  return hangs ? 600 : OK;
 }
 CALL(cuStreamSynchronize, void *stream) {
   (void)stream;
