@@ -63,10 +63,10 @@ typedef struct epErrorRecord {
   uint32_t pad0;
   uint32_t phase, peer, block;
   uint32_t expected, seen;
-  uint32_t badIndexCode;          /* some topk_idx was outside [0, E) and not -1: 1: a value of 32 bits with a sign; 2: of 64 */
+  uint32_t badIndexCode;          /* 1: some topk_idx was outside [0, E) and not -1 */
   uint32_t badIndexToken, badIndexK, badIndexValue;
   uint32_t overflowNeeded;        /* rows the last routing needs, when more than the budget; else 0 */
-  uint32_t badIndexHigh;          /* upper word of the value, with code 2 */
+  uint32_t badIndexHigh;          /* upper word of the value */
   uint32_t pad[3];
 } epErrorRecord;
 

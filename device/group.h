@@ -27,6 +27,17 @@ DEV void ep_report(const epGroupArgs &g, uint32_t code, uint32_t phase, uint32_t
   p::st_release_sys(&g.error->code, code);
 }
 
+/* A topk_idx outside [0, E) that is not -1; the first of a routing is reported whole. */
+DEV void ep_report_index(const epGroupArgs &g, uint32_t token, uint32_t k, int64_t value) {
+  if (p::atomic_cas(&ep_state(g)->indexClaimed, 0, 1) != 0)
+    return;
+  p::st_relaxed_sys(&g.error->badIndexToken, token);
+  p::st_relaxed_sys(&g.error->badIndexK, k);
+  p::st_relaxed_sys(&g.error->badIndexValue, (uint32_t)value);
+  p::st_relaxed_sys(&g.error->badIndexHigh, (uint32_t)((uint64_t)value >> 32));
+  p::st_release_sys(&g.error->badIndexCode, 1);
+}
+
 /* One round of patience: true when the waiter must give up. The host's abort word lies across PCIe, so it is looked at
  * rarely. */
 DEV bool ep_give_up(const epGroupArgs &g, uint64_t start, uint32_t round, uint32_t phase, uint32_t peer, uint32_t expected,

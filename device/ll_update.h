@@ -16,12 +16,8 @@ template <class C> DEV void ep_ll_update(const C c, const epLlUpdateArgs &a) {
                                   : (int64_t)p::ldg<int32_t>((const int32_t *)a.topkIdx + i);
     bool valid = e >= 0 && e < (int64_t)c.experts;
     p::stg<int32_t>(topk + i, valid ? (int32_t)e : -1);
-    if (!valid && e != -1 && p::atomic_cas(&ep_state(a.group)->indexClaimed, 0, 1) == 0) {
-      p::st_relaxed_sys(&a.group.error->badIndexToken, i / c.topk);
-      p::st_relaxed_sys(&a.group.error->badIndexK, i % c.topk);
-      p::st_relaxed_sys(&a.group.error->badIndexValue, (uint32_t)e);
-      p::st_release_sys(&a.group.error->badIndexCode, 1);
-    }
+    if (!valid && e != -1)
+      ep_report_index(a.group, i / c.topk, i % c.topk, e);
   }
   if (p::bid() != 0 || p::tid() != 0)
     return;

@@ -38,13 +38,8 @@ template <class C> DEV epRouteLane ep_route_lane(const C c, const epUpdateArgs &
     r.valid = e >= 0 && e < (int64_t)c.experts;
     if (r.valid)
       r.expert = (uint32_t)e;
-    else if (e != -1 && p::atomic_cas(&ep_state(a.group)->indexClaimed, 0, 1) == 0) {
-      p::st_relaxed_sys(&a.group.error->badIndexToken, r.token);
-      p::st_relaxed_sys(&a.group.error->badIndexK, r.k);
-      p::st_relaxed_sys(&a.group.error->badIndexValue, (uint32_t)e);
-      p::st_relaxed_sys(&a.group.error->badIndexHigh, (uint32_t)((uint64_t)e >> 32));
-      p::st_release_sys(&a.group.error->badIndexCode, 2);
-    }
+    else if (e != -1)
+      ep_report_index(a.group, r.token, r.k, e);
   }
   r.owner = r.expert / locals;
   r.expertMask = p::match_any(p::FULL, r.valid ? r.expert : ep_lone_key());

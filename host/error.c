@@ -50,8 +50,7 @@ static void epLostText(const struct ncclEpGroup *g, const epErrorRecord *e, char
 
 /* Update writes both words of the value, the low-latency kernels one with a sign. */
 static void epIndexText(const struct ncclEpGroup *g, const epErrorRecord *e, char *text, size_t bytes) {
-  long long value = epShared(&e->badIndexCode) == 2 ? (long long)((uint64_t)e->badIndexHigh << 32 | e->badIndexValue)
-                                                    : (long long)(int32_t)e->badIndexValue;
+  long long value = (long long)((uint64_t)e->badIndexHigh << 32 | e->badIndexValue);
   snprintf(text, bytes, "topk_idx[%u][%u] is %lld: expected -1 or an expert below %u; taken as -1", e->badIndexToken,
            e->badIndexK, value, g->shape.experts);
 }
