@@ -17,7 +17,7 @@
  *   stageFlags  u32 [R][chunks]     generation of the operation whose chunk of staged rows from r is complete; a chunk is
  *                                   epChunkRows(row bytes) rows, or in combine a span of one: chunks = rows * spans
  *   credits     u32 [R]             generation of the last operation that peer r has finished reading
- *   stage       u8  [R-1][B][stride] rows on their way: token bytes, then K FP32 weights, padded to 16
+ *   stage       u8  [R-1][B][stride] rows on their way: token bytes, K FP32 weights and scales, each padded to 16
  *
  * Routing record (in the handle's memory, position independent)
  *
