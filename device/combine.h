@@ -404,18 +404,9 @@ template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a,
 }
 
 template <class C> DEV void ep_combine(const C c, const epCombineArgs &a) {
-  p::grid_wait();
-  uint32_t gen = p::ldg<uint32_t>(&ep_state(a.group)->stageGen) + 1;
-  bool push = p::bid() < a.pushBlocks;
-  epPipe q = ep_pipe(c, a.group);
-  ep_bug_wait_unscheduled(c, a.group, push);
-  bool usable = ep_record_usable(a.recordLayout, a.record);
-  if (usable && push)
-    ep_combine_senders(c, a, q, gen);
-  else if (usable && !ep_is_signaller(c))
-    ep_combine_reduce(c, a, q, gen);
-  p::grid_launch();
-  ep_operation_end(c, a.group, q, gen, a.blocks);
+  ep_operation(
+      c, a, [&](epPipe &q, uint32_t gen) { ep_combine_senders(c, a, q, gen); },
+      [&](epPipe &q, uint32_t gen) { ep_combine_reduce(c, a, q, gen); });
 }
 
 #endif

@@ -13,8 +13,6 @@
 
 #include "rows.h"
 
-#define EP_MAX_CHUNK_ROWS 8
-
 /* A chunk of tokens on its way. In each token's element lane k holds k's owner and weight; sends: the lanes that are the
  * first of their remote owner. */
 struct epChunk {
@@ -388,18 +386,9 @@ template <class C> DEV void ep_dispatch_epilogue(const C c, const epDispatchArgs
 }
 
 template <class C> DEV void ep_dispatch(const C c, const epDispatchArgs &a) {
-  p::grid_wait();
-  uint32_t gen = p::ldg<uint32_t>(&ep_state(a.group)->stageGen) + 1;
-  bool push = p::bid() < a.pushBlocks;
-  epPipe q = ep_pipe(c, a.group);
-  ep_bug_wait_unscheduled(c, a.group, push);
-  bool usable = ep_record_usable(a.recordLayout, a.record);
-  if (usable && push)
-    ep_dispatch_senders(c, a, q, gen);
-  else if (usable && !ep_is_signaller(c))
-    ep_dispatch_epilogue(c, a, q, gen);
-  p::grid_launch();
-  ep_operation_end(c, a.group, q, gen, a.blocks);
+  ep_operation(
+      c, a, [&](epPipe &q, uint32_t gen) { ep_dispatch_senders(c, a, q, gen); },
+      [&](epPipe &q, uint32_t gen) { ep_dispatch_epilogue(c, a, q, gen); });
 }
 
 #endif

@@ -103,8 +103,9 @@ EP_HD uint64_t epTake(uint64_t *cursor, uint64_t bytes) {
 }
 
 /* Rows behind one arrival flag: small enough that the receiver starts early, large enough to pay for the flag. */
+#define EP_MAX_CHUNK_ROWS 8u
 EP_HD uint32_t epChunkRows(uint32_t rowBytes) {
-  return rowBytes >= 8192 ? 1 : rowBytes >= 4096 ? 2 : rowBytes >= 2048 ? 4 : 8;
+  return rowBytes >= 8192 ? 1 : rowBytes >= 4096 ? 2 : rowBytes >= 2048 ? 4 : EP_MAX_CHUNK_ROWS;
 }
 
 /* Combine from expert-major sends and reduces a long row as this many spans, each with its own flag: what is left to do when

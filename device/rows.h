@@ -241,4 +241,21 @@ template <class C> DEV uint32_t ep_most_rows(const C c, const uint32_t *recvCoun
   return most;
 }
 
+/* Dispatch and combine alike: the first blocks send, the warps of the others receive, and all end together. */
+template <class C, class Args, class Send, class Receive>
+DEV void ep_operation(const C c, const Args &a, Send send, Receive receive) {
+  p::grid_wait();
+  uint32_t gen = p::ldg<uint32_t>(&ep_state(a.group)->stageGen) + 1;
+  bool push = p::bid() < a.pushBlocks;
+  epPipe q = ep_pipe(c, a.group);
+  ep_bug_wait_unscheduled(c, a.group, push);
+  bool usable = ep_record_usable(a.recordLayout, a.record);
+  if (usable && push)
+    send(q, gen);
+  else if (usable && !ep_is_signaller(c))
+    receive(q, gen);
+  p::grid_launch();
+  ep_operation_end(c, a.group, q, gen, a.blocks);
+}
+
 #endif
