@@ -53,6 +53,9 @@ for option, value, words in (
         ('--minus-one', 'nan', ['0 to 1']), ('--minus-one', '', ['0 to 1'])):
     refused(['--' + option[2:], 'expected'] + words, option, value)
 
+# What the emulated fabric has not.
+refused(['--graph', 'no graphs', 'expected'], '--graph')
+
 # Routing files.
 good = '0 7\n' * 8
 run([0], [], *small, '--check', '--routing', file('good', '# ids\n' + good + '-1,\t-1\r\n'))

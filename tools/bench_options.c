@@ -46,7 +46,8 @@ enum {
   OPT_TIMEOUT,
   OPT_JSON,
   OPT_LIMITS,
-  OPT_PARTS
+  OPT_PARTS,
+  OPT_GRAPH
 };
 
 static const struct argp_option optionTable[] = {
@@ -98,6 +99,7 @@ static const struct argp_option optionTable[] = {
     {"bug", OPT_BUG, "NAME", 0, "emulated: plant a fault in the kernels ('list' shows the names)", 0},
     {"limits", OPT_LIMITS, 0, 0, "GPUs: also measure copy engine and memory with the same bytes", 0},
     {"profile-parts", OPT_PARTS, 0, 0, "also time update, dispatch and combine alone and all together", 0},
+    {"graph", OPT_GRAPH, 0, 0, "GPUs: check and time replays of CUDA graphs, one for each prepared routing", 0},
     {"json", OPT_JSON, "FILE", 0, "write everything to a file, too", 0},
     {0}};
 
@@ -264,6 +266,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
   case OPT_PARTS:
     o->parts = 1;
     break;
+  case OPT_GRAPH:
+    o->graph = 1;
+    break;
   case ARGP_KEY_ARG:
     argp_error(state, "%s: arguments are options only", text);
     break;
@@ -384,6 +389,9 @@ int epBenchResolve(epBenchOptions *o) {
   if (cuda && o->schedules != 1)
     return epToolFail("--schedules %u: only the emulated fabric has schedules", o->schedules);
   if (!cuda && o->limits) return epToolFail("--limits: the emulated fabric has none to measure");
+  if (!cuda && o->graph) return epToolFail("--graph: the emulated fabric has no graphs: expected --backend cuda");
+  if (o->graph && !o->maxRecv)
+    return epToolFail("--graph: an eager update waits on the host: expected --max-recv above 0, or without it");
   o->tokensText = o->tokensText ? o->tokensText : cuda ? "4096" : "16";
   o->hidden = o->hidden ? o->hidden : cuda ? 7168 : 512;
   o->experts = o->experts ? o->experts : cuda ? 256 : 8 * o->ranks;

@@ -14,8 +14,8 @@ typedef struct epBenchOptions {
   unsigned ops;
   epRefLayout layout;
   int algo, layoutGiven; /* algo: -1 not given, 0 ht, 1 ll */
-  epRefType type; /* of dispatched rows; combine's are bf16 where this is fp8 */
-  int scales;     /* epScales; -1: as the type wants */
+  epRefType type;        /* of dispatched rows; combine's are bf16 where this is fp8 */
+  int scales;            /* epScales; -1: as the type wants */
   int scaleColumns, noZeroPad;
   const char *tokensText, *routingText, *bugText, *jsonPath, *backendText;
   uint32_t ranks;                   /* filled in when the machine is known */
@@ -24,7 +24,7 @@ typedef struct epBenchOptions {
   epRouteSpec route;
   unsigned long long seed;
   unsigned schedules, sms, warmup, iters;
-  int check, backward, index32, limits, parts;
+  int check, backward, index32, limits, parts, graph;
   long long maxRecv; /* -1: worst case; 0: eager */
   char command[1024];
 } epBenchOptions;

@@ -110,6 +110,7 @@ void epBenchPrintHeader(const epBenchResult *r) {
          "output %s\n",
          r->properties.window_bytes, r->sizes.count_bytes, r->sizes.metadata_bytes, r->sizes.flag_bytes,
          r->sizes.staging_bytes, r->sizes.handle_bytes, r->sizes.scratch_bytes, budget);
+  if (o->graph) printf("# graphs: what is checked and timed is replays, of one graph for each routing\n");
   if (r->cuda)
     printf("# time: CUDA events on the stream; new routing each iteration, ranks start together, the largest of the "
            "ranks; "
@@ -171,15 +172,15 @@ static json_t *jsonConfig(const epBenchResult *r) {
   const epBenchOptions *o = r->options;
   return json_pack(
       "{s:s, s:s, s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:s, s:s, s:f, s:I, s:i, s:i, s:i, s:i, s:b, s:b, s:I, s:i, s:s, "
-      "s:s, s:i, s:b, s:b}",
+      "s:s, s:i, s:b, s:b, s:b}",
       "backend", r->cuda ? "cuda" : "emu", "layout", layoutName(o), "dtype", epRefTypeName(o->type), "tokens",
       o->tokensText, "max_tokens", (int)o->maxTokens, "hidden", (int)o->hidden, "topk", (int)o->topk, "experts",
       (int)o->experts, "align", (int)o->align, "index", o->index32 ? "int32" : "int64", "routing", o->routingText,
       "minus_one", o->route.minusOne, "seed", (json_int_t)o->seed, "schedules", (int)o->schedules, "sms", (int)o->sms,
       "warmup", (int)o->warmup, "iters", (int)o->iters, "check", o->check, "backward", o->backward, "budget_rows",
       (json_int_t)r->budget, "routings", r->routings, "scales", scalesName(o), "scale_layout",
-      o->scaleColumns ? "column" : "row", "scale_bytes", (int)r->scaleBytes, "zero_pad", !o->noZeroPad,
-      "no_bulk", o->fabric.emuNoBulk != 0);
+      o->scaleColumns ? "column" : "row", "scale_bytes", (int)r->scaleBytes, "zero_pad", !o->noZeroPad, "no_bulk",
+      o->fabric.emuNoBulk != 0, "graph", o->graph);
 }
 
 static json_t *jsonGroup(const epBenchResult *r) {

@@ -10,8 +10,6 @@
 #include "check.h"
 #include "failure.h"
 
-enum { PART_UPDATE = 1, PART_DISPATCH = 2, PART_COMBINE = 4, PART_BACKWARD = 8 };
-
 /* ---- Routings --------------------------------------------------------------------------------------------------- */
 
 static int anyRange(const epBenchOptions *o) {
@@ -37,6 +35,7 @@ static void configureLayer(epBench *bench) {
                        .align = o->align,
                        .index32 = o->index32,
                        .backward = o->backward,
+                       .graph = o->graph,
                        .routings = bench->routings,
                        .sms = o->sms,
                        .timeoutMs = o->fabric.timeoutMs};
@@ -214,7 +213,8 @@ static int checkForward(epBench *bench, epLayer *layer, unsigned routing, hashes
       epCheckUploadTokens(layer, &what, EP_DATA_TOKEN) || epCheckUploadOutputs(layer, &what) || epLayerPrefill(layer) ||
       epPortBarrier(layer->port))
     return -1;
-  if (epLayerUpdate(layer, routing) || epLayerDispatch(layer, 0) || epLayerCombine(layer, 0) || settle(layer, &what))
+  if (epLayerRun(layer, EP_PART_UPDATE | EP_PART_DISPATCH, routing) || epLayerRun(layer, EP_PART_COMBINE, routing) ||
+      settle(layer, &what))
     return -1;
   if (epCheckCounts(layer, &what) || epCheckMetadata(layer, &what) ||
       epCheckDispatch(layer, &what, EP_DATA_TOKEN, 0, &h->dispatch) ||
@@ -230,7 +230,9 @@ static int checkBackward(epBench *bench, epLayer *layer, unsigned routing, hashe
   unsigned before = epToolFailuresHere();
   if (epCheckUploadTokens(layer, &what, EP_DATA_GRADIENT) || epLayerPrefill(layer) || epPortBarrier(layer->port))
     return -1;
-  if (epLayerDispatch(layer, 1) || epLayerCombine(layer, 1) || settle(layer, &what)) return -1;
+  if (epLayerRun(layer, EP_PART_DISPATCH | EP_PART_BACKWARD, routing) ||
+      epLayerRun(layer, EP_PART_COMBINE | EP_PART_BACKWARD, routing) || settle(layer, &what))
+    return -1;
   if (epCheckDispatch(layer, &what, EP_DATA_GRADIENT, 1, &h->dispatchBackward) ||
       attribute(bench, layer->port, "dispatch-bwd", before))
     return -1;
@@ -238,6 +240,18 @@ static int checkBackward(epBench *bench, epLayer *layer, unsigned routing, hashe
   return epCheckCombine(layer, &what, 1, &h->combineBackward) || attribute(bench, layer->port, "combine-bwd", before)
              ? -1
              : 0;
+}
+
+/* Makes every call once, outside of graphs: capturing compiles no kernel. */
+static int warmCalls(epBench *bench, epLayer *layer) {
+  epCheckCase what = caseOf(bench, 0);
+  int rank = layer->port->rank;
+  if (epLayerSetIndices(layer, 0, what.routing->idx[rank], what.routing->tokens[rank]) ||
+      epCheckUploadTokens(layer, &what, EP_DATA_TOKEN) || epCheckUploadOutputs(layer, &what) ||
+      epPortBarrier(layer->port) || epLayerUpdate(layer, 0) || epLayerDispatch(layer, 0) || epLayerCombine(layer, 0) ||
+      (bench->options->backward && (epLayerDispatch(layer, 1) || epLayerCombine(layer, 1))))
+    return -1;
+  return epPortSync(layer->port) || epPortBarrier(layer->port) ? -1 : 0;
 }
 
 /* Routing 0, then another with other data, then routing 0 again, which must give the same bytes. */
@@ -257,13 +271,6 @@ static int checkAll(epBench *bench, epLayer *layer) {
 }
 
 /* ---- Times ------------------------------------------------------------------------------------------------------ */
-
-static int runParts(epLayer *layer, unsigned parts, unsigned routing) {
-  int backward = (parts & PART_BACKWARD) != 0;
-  if ((parts & PART_UPDATE) && epLayerUpdate(layer, routing)) return -1;
-  if ((parts & PART_DISPATCH) && epLayerDispatch(layer, backward)) return -1;
-  return (parts & PART_COMBINE) && epLayerCombine(layer, backward) ? -1 : 0;
-}
 
 /* The largest of the ranks' times becomes a sample of the row. */
 static int keepSample(epPort *port, epBenchRow *row) {
@@ -297,14 +304,16 @@ static int timeParts(epBench *bench, epLayer *layer, const char *name, unsigned 
   epBenchRow *row = rowFor(bench, port, name);
   for (unsigned i = 0; i < o->warmup + o->iters; i++) {
     unsigned routing = i % bench->routings;
-    /* Eager updates wait on the host for their counts; the first call may load a kernel, which can wait for the stream.
-     */
-    int hold = i > 0 && bench->layer.budget;
-    if (!(parts & PART_UPDATE) && epLayerUpdate(layer, routing)) return -1;
+    /* Eager updates wait on the host for their counts; the first call may load a kernel, and the first replay a graph,
+     * which can wait for the stream. */
+    int hold = i >= (o->graph ? bench->routings : 1) && bench->layer.budget;
+    if (!(parts & EP_PART_UPDATE) && epLayerUpdate(layer, routing)) return -1;
     /* Low latency's routing is complete after a dispatch. */
-    if (!(parts & (PART_UPDATE | PART_DISPATCH)) && epLayerIsLl(&layer->config) && epLayerDispatch(layer, 0)) return -1;
-    if (epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port))) return -1;
-    if (epPortMark(port, 0) || runParts(layer, parts, routing) || epPortMark(port, 1)) return -1;
+    if (!(parts & (EP_PART_UPDATE | EP_PART_DISPATCH)) && epLayerIsLl(&layer->config) && epLayerDispatch(layer, 0))
+      return -1;
+    if (epLayerReady(layer, parts, routing) || epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port)))
+      return -1;
+    if (epPortMark(port, 0) || epLayerRun(layer, parts, routing) || epPortMark(port, 1)) return -1;
     if ((hold && epPortRelease(port)) || epPortSync(port)) return -1;
     if (i >= o->warmup && keepSample(port, row)) return -1;
   }
@@ -325,13 +334,15 @@ static int uploadAll(epBench *bench, epLayer *layer) {
 static int timeAll(epBench *bench, epLayer *layer) {
   const epBenchOptions *o = bench->options;
   int dispatch = (o->ops & EP_OP_DISPATCH) != 0, combine = (o->ops & EP_OP_COMBINE) != 0;
-  if (dispatch && timeParts(bench, layer, "dispatch", PART_UPDATE | PART_DISPATCH)) return -1;
-  if (combine && timeParts(bench, layer, "combine", PART_COMBINE)) return -1;
-  if (o->backward && dispatch && timeParts(bench, layer, "dispatch-bwd", PART_DISPATCH | PART_BACKWARD)) return -1;
-  if (o->backward && combine && timeParts(bench, layer, "combine-bwd", PART_COMBINE | PART_BACKWARD)) return -1;
+  if (dispatch && timeParts(bench, layer, "dispatch", EP_PART_UPDATE | EP_PART_DISPATCH)) return -1;
+  if (combine && timeParts(bench, layer, "combine", EP_PART_COMBINE)) return -1;
+  if (o->backward && dispatch && timeParts(bench, layer, "dispatch-bwd", EP_PART_DISPATCH | EP_PART_BACKWARD))
+    return -1;
+  if (o->backward && combine && timeParts(bench, layer, "combine-bwd", EP_PART_COMBINE | EP_PART_BACKWARD)) return -1;
   if (!o->parts) return 0;
-  return timeParts(bench, layer, "update", PART_UPDATE) || timeParts(bench, layer, "dispatch-cached", PART_DISPATCH) ||
-                 timeParts(bench, layer, "all", PART_UPDATE | PART_DISPATCH | PART_COMBINE)
+  return timeParts(bench, layer, "update", EP_PART_UPDATE) ||
+                 timeParts(bench, layer, "dispatch-cached", EP_PART_DISPATCH) ||
+                 timeParts(bench, layer, "all", EP_PART_UPDATE | EP_PART_DISPATCH | EP_PART_COMBINE)
              ? -1
              : 0;
 }
@@ -408,6 +419,7 @@ int epBenchRun(epPort *port, void *context) {
     return -1;
   }
   rc = collectHeader(bench, layer);
+  if (!rc && o->graph) rc = warmCalls(bench, layer);
   if (!rc && o->check) rc = checkAll(bench, layer);
   if (!rc && o->iters) rc = uploadAll(bench, layer) || timeAll(bench, layer);
   if (!rc && o->limits) rc = timeLimits(bench, layer);

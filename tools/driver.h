@@ -8,7 +8,7 @@
 
 typedef int epCuResult;
 typedef int epCuDevice;
-typedef void *epCuContext, *epCuStream, *epCuEvent;
+typedef void *epCuContext, *epCuStream, *epCuEvent, *epCuGraph, *epCuGraphExec;
 typedef unsigned long long epCuPointer;
 typedef struct epCuIpcHandle {
   char bytes[64];
@@ -25,6 +25,7 @@ typedef struct epNcclId {
 #define EP_CU_HOST_PORTABLE 1u
 #define EP_CU_HOST_DEVICEMAP 2u
 #define EP_CU_IPC_LAZY_PEER 1u
+#define EP_CU_CAPTURE_THREAD_LOCAL 1
 #define EP_CU_ATTR_SMS 16
 #define EP_CU_ATTR_MAJOR 75
 #define EP_CU_ATTR_MINOR 76
@@ -56,6 +57,13 @@ typedef struct epNcclId {
   X(streamDestroy, "cuStreamDestroy_v2", (epCuStream stream))                                                         \
   X(streamQuery, "cuStreamQuery", (epCuStream stream))                                                                \
   X(streamWaitValue, "cuStreamWaitValue32_v2", (epCuStream stream, epCuPointer word, uint32_t value, unsigned flags)) \
+  X(captureBegin, "cuStreamBeginCapture_v2", (epCuStream stream, int mode))                                           \
+  X(captureEnd, "cuStreamEndCapture", (epCuStream stream, epCuGraph * graph))                                         \
+  X(graphInstantiate, "cuGraphInstantiateWithFlags",                                                                  \
+    (epCuGraphExec * exec, epCuGraph graph, unsigned long long flags))                                                \
+  X(graphLaunch, "cuGraphLaunch", (epCuGraphExec exec, epCuStream stream))                                            \
+  X(graphDestroy, "cuGraphDestroy", (epCuGraph graph))                                                                \
+  X(graphExecDestroy, "cuGraphExecDestroy", (epCuGraphExec exec))                                                     \
   X(eventCreate, "cuEventCreate", (epCuEvent * event, unsigned flags))                                                \
   X(eventDestroy, "cuEventDestroy_v2", (epCuEvent event))                                                             \
   X(eventRecord, "cuEventRecord", (epCuEvent event, epCuStream stream))                                               \

@@ -501,6 +501,32 @@ int epPortElapsed(epPort *port, unsigned from, unsigned to, double *microseconds
   return 0;
 }
 
+/* ---- Graphs ----------------------------------------------------------------------------------------------------- */
+
+/* Thread-local: other ranks of this process allocate and wait while this one captures. */
+int epPortCaptureBegin(epPort *port) {
+  if (!port->cuda) return epToolFail("rank %d: the emulated fabric has no graphs", port->rank);
+  return toldCu(port, port->fabric->driver->captureBegin((epCuStream)port->stream, EP_CU_CAPTURE_THREAD_LOCAL),
+                "cuStreamBeginCapture");
+}
+
+int epPortCaptureEnd(epPort *port, void **graph) {
+  const epDriver *d = port->fabric->driver;
+  epCuGraph captured = NULL;
+  int rc = toldCu(port, d->captureEnd((epCuStream)port->stream, &captured), "cuStreamEndCapture") ||
+           toldCu(port, d->graphInstantiate(graph, captured, 0), "cuGraphInstantiate");
+  if (captured) d->graphDestroy(captured);
+  return rc ? -1 : 0;
+}
+
+int epPortReplay(epPort *port, void *graph) {
+  return toldCu(port, port->fabric->driver->graphLaunch(graph, (epCuStream)port->stream), "cuGraphLaunch");
+}
+
+void epPortGraphFree(epPort *port, void *graph) {
+  if (graph) port->fabric->driver->graphExecDestroy(graph);
+}
+
 /* ---- Peers ------------------------------------------------------------------------------------------------------ */
 
 typedef struct peerNote {

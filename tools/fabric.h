@@ -82,6 +82,12 @@ int epPortGather(epPort *port, const void *mine, void *all, size_t bytes);
 int epPortHold(epPort *port);
 int epPortRelease(epPort *port);
 
+/* What is queued between the two becomes a graph instead of running; a graph is replayed in stream order. GPUs only. */
+int epPortCaptureBegin(epPort *port);
+int epPortCaptureEnd(epPort *port, void **graph);
+int epPortReplay(epPort *port, void *graph);
+void epPortGraphFree(epPort *port, void *graph);
+
 /* Addresses of the peers' `mine`, usable in this rank's copies (GPUs of one host). Collective. */
 int epPortMapPeers(epPort *port, void *mine, void **peers);
 void epPortUnmapPeers(epPort *port, void **peers);

@@ -78,9 +78,8 @@ static const struct {
 } outputs[] = {{offsetof(epLayer, outTokens), EP_FILL_BYTE}, {offsetof(epLayer, outWeights), EP_FILL_NAN},
                {offsetof(epLayer, outIdx), EP_FILL_BYTE},    {offsetof(epLayer, counters), EP_FILL_BYTE},
                {offsetof(epLayer, offsets), EP_FILL_BYTE},   {offsetof(epLayer, total), EP_FILL_BYTE},
-               {offsetof(epLayer, sources), EP_FILL_BYTE},
-               {offsetof(epLayer, y), EP_FILL_NAN},          {offsetof(epLayer, yWeights), EP_FILL_NAN},
-               {offsetof(epLayer, outScales), EP_FILL_BYTE}};
+               {offsetof(epLayer, sources), EP_FILL_BYTE},   {offsetof(epLayer, y), EP_FILL_NAN},
+               {offsetof(epLayer, yWeights), EP_FILL_NAN},   {offsetof(epLayer, outScales), EP_FILL_BYTE}};
 #define OUTPUTS (sizeof(outputs) / sizeof(*outputs))
 
 static epBuffer *output(epLayer *layer, size_t i) { return (epBuffer *)(void *)((char *)layer + outputs[i].offset); }
@@ -154,8 +153,7 @@ static int createHandle(epLayer *layer) {
                                c->layout == EP_REF_FLAT         ? NCCL_EP_LAYOUT_FLAT
                                : c->layout == EP_REF_RANK_MAJOR ? NCCL_EP_LAYOUT_RANK_MAJOR
                                                                 : NCCL_EP_LAYOUT_EXPERT_MAJOR,
-                               &config,
-                               (int)c->topk, NULL),
+                               &config, (int)c->topk, NULL),
               "ncclEpInitHandle");
 }
 
@@ -209,6 +207,8 @@ int epLayerClose(epLayer *layer) {
                         &layer->outIdx,    &layer->counters,      &layer->offsets,   &layer->total,
                         &layer->expertOut, &layer->expertWeights, &layer->y,         &layer->yWeights,
                         &layer->inScales,  &layer->outScales,     &layer->sources};
+  for (unsigned p = 0; p < EP_PARTS; p++)
+    for (unsigned i = 0; i < EP_LAYER_ROUTINGS; i++) epPortGraphFree(layer->port, layer->graphs[p][i]);
   if (layer->handle) rc |= told(layer, ncclEpHandleDestroy(layer->handle), "ncclEpHandleDestroy");
   if (layer->group) rc |= told(layer, ncclEpGroupDestroy(layer->group), "ncclEpGroupDestroy");
   for (size_t i = 0; i < sizeof(single) / sizeof(epBuffer *); i++) epPortFree(layer->port, single[i]->base);
@@ -274,8 +274,8 @@ static ncclEpTensor_t placesOf(const epLayer *layer, const epBuffer *buffer, ncc
 static int llUpdate(epLayer *layer, unsigned routing) {
   const epLayerConfig *c = &layer->config;
   size_t sizes[2];
-  ncclEpTensor_t idx = tensorOf(&layer->idx[routing], c->index32 ? ncclInt32 : ncclInt64, 2, sizes,
-                                layer->tokens[routing], c->topk);
+  ncclEpTensor_t idx =
+      tensorOf(&layer->idx[routing], c->index32 ? ncclInt32 : ncclInt64, 2, sizes, layer->tokens[routing], c->topk);
   layer->current = routing;
   return told(layer, ncclEpUpdateHandle(layer->handle, &idx, NULL, layer->port->stream), "ncclEpUpdateHandle");
 }
@@ -417,4 +417,31 @@ int epLayerCombine(epLayer *layer, int backward) {
   config.pass_direction = backward ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
   return told(layer, ncclEpCombine(layer->handle, &inputs, &result, &config, layer->port->stream),
               backward ? "ncclEpCombine (backward)" : "ncclEpCombine");
+}
+
+/* ---- Calls together ------------------------------------------------------------------------------------------------- */
+
+static int callParts(epLayer *layer, unsigned parts, unsigned routing) {
+  int backward = (parts & EP_PART_BACKWARD) != 0;
+  if ((parts & EP_PART_UPDATE) && epLayerUpdate(layer, routing)) return -1;
+  if ((parts & EP_PART_DISPATCH) && epLayerDispatch(layer, backward)) return -1;
+  return (parts & EP_PART_COMBINE) && epLayerCombine(layer, backward) ? -1 : 0;
+}
+
+int epLayerReady(epLayer *layer, unsigned parts, unsigned routing) {
+  void *graph = NULL;
+  int rc;
+  if (!layer->config.graph || layer->graphs[parts][routing]) return 0;
+  if (epPortCaptureBegin(layer->port)) return -1;
+  rc = callParts(layer, parts, routing);
+  rc |= epPortCaptureEnd(layer->port, &graph); /* also after a failure: the stream must come out of the capture */
+  layer->graphs[parts][routing] = graph;
+  return rc ? -1 : 0;
+}
+
+int epLayerRun(epLayer *layer, unsigned parts, unsigned routing) {
+  if (!layer->config.graph) return callParts(layer, parts, routing);
+  if (epLayerReady(layer, parts, routing)) return -1;
+  if (parts & EP_PART_UPDATE) layer->current = routing;
+  return epPortReplay(layer->port, layer->graphs[parts][routing]);
 }

@@ -9,6 +9,9 @@
 
 #define EP_LAYER_ROUTINGS 8 /* prepared at most */
 
+/* Calls that run together. */
+enum { EP_PART_UPDATE = 1, EP_PART_DISPATCH = 2, EP_PART_COMBINE = 4, EP_PART_BACKWARD = 8, EP_PARTS = 16 };
+
 /* What travels beside a dispatched row: nothing, an FP32 for every 128 elements, or a byte (UE8M0, a power of two) for
  * every 128, filled up to whole words. */
 typedef enum { EP_SCALES_NONE = 0, EP_SCALES_FP32, EP_SCALES_UE8M0 } epScales;
@@ -24,6 +27,7 @@ typedef struct epLayerConfig {
   uint64_t capacity; /* rows allocated */
   int index32;       /* topk_idx and counters are int32, else int64 */
   int backward;      /* also the buffers of the backward pass */
+  int graph;         /* epLayerRun replays graphs */
   unsigned routings; /* index buffers */
   unsigned sms, timeoutMs;
 } epLayerConfig;
@@ -45,9 +49,10 @@ typedef struct epLayer {
   epBuffer idx[EP_LAYER_ROUTINGS], inTokens, inWeights, inScales;
   epBuffer outTokens, outWeights, outIdx, outScales;
   epBuffer counters, offsets, total, sources; /* sources: low latency, rows from each rank */
-  epBuffer expertOut, expertWeights; /* input of combine */
+  epBuffer expertOut, expertWeights;          /* input of combine */
   epBuffer y, yWeights;
   unsigned current; /* routing of the last update */
+  void *graphs[EP_PARTS][EP_LAYER_ROUTINGS];
 } epLayer;
 
 int epLayerIsLl(const epLayerConfig *config); /* a layout of the low-latency algorithm */
@@ -70,6 +75,12 @@ int epLayerSetIndices(epLayer *layer, unsigned routing, const int64_t *idx, uint
 int epLayerUpdate(epLayer *layer, unsigned routing);
 int epLayerDispatch(epLayer *layer, int backward);
 int epLayerCombine(epLayer *layer, int backward);
+
+/* Some of these calls on a routing; with config.graph, the replay of a graph that holds them. Ready captures that graph,
+ * if it is not there yet: the last update the host has seen must be this routing's (or be among the parts), and each
+ * call must have been made before, as capturing compiles nothing. */
+int epLayerReady(epLayer *layer, unsigned parts, unsigned routing);
+int epLayerRun(epLayer *layer, unsigned parts, unsigned routing);
 
 /* Every output buffer the next run may write, guard bands included. */
 int epLayerPrefill(epLayer *layer);
