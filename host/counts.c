@@ -95,7 +95,8 @@ ncclResult_t epUpdateWait(const char *call, struct ncclEpHandle *h) {
   struct ncclEpGroup *g = h->group;
   const epBackendOps *ops = g->be->ops;
   uint64_t now, deadline;
-  ncclResult_t r;
+  ncclResult_t r = epUpdatePending(call, h, h->stream);
+  if (r != ncclSuccess) return r;
   /* An update inside a graph runs when the graph does; who replays it waits for it. */
   if (!h->updated || h->captured) return ncclSuccess;
   r = epRefuseCapture(call, g, h->stream, "the host cannot wait for it then");

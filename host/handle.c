@@ -164,7 +164,7 @@ ncclResult_t epHandleCreate(ncclEpHandle_t *out, ncclEpGroup_t group, ncclEpLayo
   if (r == ncclSuccess) r = epRefuseCapture(call, group, stream, "a handle with memory of its own cannot be made then");
   if (r == ncclSuccess) r = epHandleMake(call, &h, group, layout, config, (int)topk->sizes[1], 0, NULL);
   if (r != ncclSuccess) return r;
-  r = epUpdate(call, h, topk, info, stream);
+  r = epUpdate(call, h, topk, info, 0, stream);
   if (r != ncclSuccess) {
     epHandleDestroy(h);
     return r;
@@ -226,8 +226,8 @@ static ncclResult_t epHandleRecognise(const char *call, struct ncclEpHandle *h) 
 ncclResult_t epHandleRouted(const char *call, struct ncclEpHandle *h, cudaStream_t stream) {
   const epBackendOps *ops = h->group->be->ops;
   int capturing = 0;
-  ncclResult_t r;
-  if (h->updated || h->foreign) return ncclSuccess;
+  ncclResult_t r = epUpdatePending(call, h, stream);
+  if (r != ncclSuccess || h->updated || h->foreign) return r;
   if (h->owned)
     return epFail(ncclInvalidUsage, "%s: the handle has no routing yet: call ncclEpUpdateHandle first", call);
   r = ops->isCapturing(h->group->be, stream, &capturing);

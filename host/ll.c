@@ -63,36 +63,41 @@ static epConfig configOf(const struct ncclEpGroup *g, uint32_t kind, uint32_t to
 
 /* ---- Update -------------------------------------------------------------------------------------------------------- */
 
-ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *h, const ncclEpTensor_t *topk, const void *indices,
-                        const ncclEpLayoutInfo_t *info, cudaStream_t stream) {
+ncclResult_t epLlUpdateLaunch(const char *call, struct ncclEpHandle *h, const epIndices *indices, cudaStream_t stream) {
   struct ncclEpGroup *g = h->group;
-  uint32_t k = (uint32_t)topk->sizes[1];
   epLlUpdateArgs a;
-  epConfig c;
+  epConfig c = configOf(g, kindOf(h), indices->topk, 0, EP_DTYPE_BYTES, 0);
   epGrid grid;
   epKernel *kernel;
   epLaunch launch;
   ncclResult_t r;
-  if (info && (info->expert_counters || info->src_rank_counters || info->expert_offsets || info->recv_total_counter))
-    return epFail(ncclInvalidArgument,
-                  "%s: layout_info has a counter: expected none in low latency, where ncclEpDispatch fills them", call);
   memset(&a, 0, sizeof a);
-  c = configOf(g, kindOf(h), k, 0, EP_DTYPE_BYTES, 0);
-  c.indexBytes = epTypeBytes(topk->datatype);
-  a.tokens = (uint32_t)topk->sizes[0];
-  r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_UPDATE, a.tokens, &c, &grid);
+  c.indexBytes = indices->bytes;
+  r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_UPDATE, indices->tokens, &c, &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_LL_UPDATE, &c, stream, &kernel);
   if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);
-  a.recordLayout = epLlRecordLayoutOf(g->shape.ranks, k, g->shape.maxTokens);
+  a.recordLayout = epLlRecordLayoutOf(g->shape.ranks, indices->topk, g->shape.maxTokens);
   a.record = h->record;
-  a.topkIdx = indices;
+  a.topkIdx = indices->data;
+  a.tokens = indices->tokens;
   a.blocks = grid.blocks;
   launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
-  r = g->be->ops->launch(g->be, kernel, &launch, stream);
+  return g->be->ops->launch(g->be, kernel, &launch, stream);
+}
+
+ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *h, const epIndices *indices,
+                        const ncclEpLayoutInfo_t *info, int borrow, cudaStream_t stream) {
+  ncclResult_t r = ncclSuccess;
+  if (info && (info->expert_counters || info->src_rank_counters || info->expert_offsets || info->recv_total_counter))
+    return epFail(ncclInvalidArgument,
+                  "%s: layout_info has a counter: expected none in low latency, where ncclEpDispatch fills them", call);
+  if (!borrow) r = epLlUpdateLaunch(call, h, indices, stream);
   if (r != ncclSuccess) return r;
-  h->topk = k;
-  h->tokens = a.tokens;
+  h->pending.on = borrow;
+  h->pending.indices = *indices;
+  h->topk = indices->topk;
+  h->tokens = indices->tokens;
   h->stream = stream;
   h->updated = 1;
   h->dispatched = 0;
@@ -353,7 +358,7 @@ ncclResult_t epLlCombine(struct ncclEpHandle *h, const ncclEpCombineInputs_t *in
   epLaunch launch;
   ncclResult_t r;
   memset(&a, 0, sizeof a);
-  r = epHandleRouted(combineCall, h, stream);
+  r = h->pending.on ? ncclSuccess /* refused below */ : epHandleRouted(combineCall, h, stream);
   if (r == ncclSuccess) r = combineConfigCheck(h, config, in);
   if (r == ncclSuccess) r = combineTensors(h, in, out, &rowBytes, &dtype, &a);
   if (r != ncclSuccess) return r;

@@ -12,8 +12,11 @@ ncclResult_t epLlWindowCheck(const char *call, const epShape *shape, uint64_t *b
 ncclResult_t epLlHandleCheck(const char *call, ncclEpLayout_t layout, const ncclEpHandleConfig_t *config);
 epLlRecordLayout epLlHandleLayout(const struct ncclEpHandle *handle);
 
-ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *handle, const ncclEpTensor_t *topk, const void *indices,
-                        const ncclEpLayoutInfo_t *info, cudaStream_t stream);
+ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *handle, const epIndices *indices,
+                        const ncclEpLayoutInfo_t *info, int borrow, cudaStream_t stream);
+/* The launch of an update; the handle's state is the caller's affair. */
+ncclResult_t epLlUpdateLaunch(const char *call, struct ncclEpHandle *handle, const epIndices *indices,
+                              cudaStream_t stream);
 ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *handle, const ncclEpDispatchInputs_t *in,
                           const ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info,
                           const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,

@@ -64,6 +64,12 @@ struct ncclEpGroup {
   int reported; /* bits of what the log has been told */
 };
 
+/* A batch's top-k decisions in the caller's memory: [tokens][topk] of `bytes` each. */
+typedef struct epIndices {
+  const void *data;
+  uint32_t tokens, topk, bytes;
+} epIndices;
+
 struct ncclEpHandle {
   struct ncclEpGroup *group; /* NULL once the group is destroyed */
   struct ncclEpHandle *next, *previous;
@@ -84,6 +90,10 @@ struct ncclEpHandle {
   int captured;        /* the last update was captured */
   int dispatched;      /* low latency: the record holds what combine needs */
   cudaStream_t stream; /* of the last update */
+  struct {
+    int on; /* the last update borrowed these and launched nothing: the first dispatch does its work */
+    epIndices indices;
+  } pending;
 };
 
 /* ---- group.c */
@@ -132,13 +142,15 @@ ncclResult_t epHandleDestroy(ncclEpHandle_t handle);
 /* Takes the group away from a handle: its memory is released, the object stays until its own destroy. */
 ncclResult_t epHandleOrphan(struct ncclEpHandle *handle);
 epRecordLayout epHandleRecordLayout(const struct ncclEpHandle *handle);
-/* The handle has routing: its own, or a record found in the caller's memory (looked at once). */
+/* The handle has routing, a pending update launched now: its own, or a record found in the caller's memory (looked at once). */
 ncclResult_t epHandleRouted(const char *call, struct ncclEpHandle *handle, cudaStream_t stream);
 uint32_t epLayoutKind(const struct ncclEpGroup *group, ncclEpLayout_t layout);
 
 /* ---- update.c, dispatch.c, combine.c */
 ncclResult_t epUpdate(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *topk,
-                      const ncclEpLayoutInfo_t *info, cudaStream_t stream);
+                      const ncclEpLayoutInfo_t *info, int borrow, cudaStream_t stream);
+/* Launches the update that is pending, if one is. */
+ncclResult_t epUpdatePending(const char *call, struct ncclEpHandle *handle, cudaStream_t stream);
 /* `call`: ncclEpDispatch or ncclEpDispatchExt, for messages. */
 ncclResult_t epDispatch(const char *call, ncclEpHandle_t handle, const ncclEpDispatchInputs_t *in,
                         const ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info,

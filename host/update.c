@@ -61,9 +61,10 @@ static ncclResult_t epUpdateCounters(const char *call, const struct ncclEpHandle
 }
 
 static ncclResult_t epUpdateIndices(const char *call, const struct ncclEpHandle *h, const ncclEpTensor_t *topk,
-                                    void **dev) {
+                                    epIndices *indices) {
   const epArgName name = {call, "topk_idx"};
   const struct ncclEpGroup *g = h->group;
+  void *dev = NULL;
   ncclResult_t r = epTensorCheck(name, topk, 2);
   if (r == ncclSuccess && topk->datatype != ncclInt32 && topk->datatype != ncclInt64)
     r = epFail(ncclInvalidArgument, "%s: topk_idx is %s: expected int64 or int32", call, epTypeName(topk->datatype));
@@ -74,7 +75,9 @@ static ncclResult_t epUpdateIndices(const char *call, const struct ncclEpHandle 
   if (r == ncclSuccess && (topk->sizes[1] < 1 || topk->sizes[1] > h->topkRoom))
     r = epFail(ncclInvalidArgument, "%s: topk_idx.sizes[1] is %zu: expected a top-k of 1 to %u", call, topk->sizes[1],
                h->topkRoom);
-  if (r == ncclSuccess) r = epTensorAddress(name, g->be, topk, epTypeBytes(topk->datatype), dev);
+  if (r == ncclSuccess) r = epTensorAddress(name, g->be, topk, epTypeBytes(topk->datatype), &dev);
+  if (r == ncclSuccess)
+    *indices = (epIndices){dev, (uint32_t)topk->sizes[0], (uint32_t)topk->sizes[1], epTypeBytes(topk->datatype)};
   return r;
 }
 
@@ -102,34 +105,43 @@ static ncclResult_t epUpdateLaunch(struct ncclEpHandle *h, epKernel *kernel, con
 }
 
 ncclResult_t epUpdate(const char *call, ncclEpHandle_t h, const ncclEpTensor_t *topk, const ncclEpLayoutInfo_t *info,
-                      cudaStream_t stream) {
+                      int borrow, cudaStream_t stream) {
   struct ncclEpGroup *g;
   epUpdateArgs a;
   epConfig config;
   epGrid grid;
   epKernel *kernel;
-  void *indices = NULL;
+  epIndices indices = {0};
   ncclResult_t r = epHandleFind(call, h);
   if (r != ncclSuccess) return r;
   g = h->group;
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
   if (r == ncclSuccess) r = epUpdateIndices(call, h, topk, &indices);
-  if (r == ncclSuccess && epIsLl(g)) return epLlUpdate(call, h, topk, indices, info, stream);
+  if (r == ncclSuccess && epIsLl(g)) return epLlUpdate(call, h, &indices, info, borrow, stream);
   if (r == ncclSuccess && info) r = epUpdateCounters(call, h, info, &a);
   if (r != ncclSuccess) return r;
-  config = epUpdateConfig(g, epLayoutKind(g, h->layout), (uint32_t)topk->sizes[1], epTypeBytes(topk->datatype));
-  r = epPolicyUpdate(&g->topology, g->sms, (uint32_t)topk->sizes[0], &config, &grid);
+  config = epUpdateConfig(g, epLayoutKind(g, h->layout), indices.topk, indices.bytes);
+  r = epPolicyUpdate(&g->topology, g->sms, indices.tokens, &config, &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_UPDATE, &config, stream, &kernel);
   if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);
   a.recordLayout = epRecordLayoutOf(g->shape.ranks, g->shape.experts, config.topk, g->shape.maxTokens);
   a.record = h->record;
-  a.topkIdx = indices;
-  a.tokens = (uint32_t)topk->sizes[0];
+  a.topkIdx = indices.data;
+  a.tokens = indices.tokens;
   a.blocks = grid.blocks;
   a.align = h->align;
   a.budget = g->budget;
   a.hostCounts = (epHostCounts *)(void *)h->countsDev;
   return epUpdateLaunch(h, kernel, &grid, &a, config.topk, stream);
+}
+
+/* Low latency alone leaves an update pending. */
+ncclResult_t epUpdatePending(const char *call, struct ncclEpHandle *h, cudaStream_t stream) {
+  ncclResult_t r;
+  if (!h->pending.on) return ncclSuccess;
+  r = epLlUpdateLaunch(call, h, &h->pending.indices, stream);
+  if (r == ncclSuccess) h->pending.on = 0;
+  return r;
 }

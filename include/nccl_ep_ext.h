@@ -110,6 +110,27 @@ typedef struct {
  * and row. Local. */
 ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties);
 
+/* ---- Update, with options ------------------------------------------------------------------------------------------
+ */
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  /* 1: topk_idx stays as it is, where it is, until the first dispatch on this routing has run (for a captured dispatch:
+   * in each replay). The update then launches nothing where it can, and that dispatch reads topk_idx in place: one
+   * launch less. 0: as ncclEpUpdateHandle, topk_idx may be overwritten once the stream has passed the update. */
+  int borrow_topk_idx;
+} ncclEpUpdateExtConfig_t;
+#define NCCL_EP_UPDATE_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpUpdateExtConfig_t, NCCL_EP_MAGIC)
+/* ncclEpUpdateHandleExt: ncclEpUpdateHandle, with options. config NULL: as ncclEpUpdateHandle.
+ * A borrowed topk_idx changes no output. The update is part of the first ncclEpDispatch on the handle, and the routing
+ * record (handle_mem) holds this routing once that has run. Another call that needs the routing, if it comes first,
+ * launches the update before itself. Low latency borrows; high throughput takes the option and updates at once.
+ * Options may differ from rank to rank. */
+ncclResult_t ncclEpUpdateHandleExt(ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx,
+                                   const ncclEpLayoutInfo_t *layout_info, const ncclEpUpdateExtConfig_t *config,
+                                   cudaStream_t stream);
+
 /* ---- Dispatch, with options ----------------------------------------------------------------------------------------
  */
 

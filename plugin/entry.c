@@ -65,7 +65,7 @@ ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t *top
   static const char call[] = "ncclEpUpdateHandle";
   ncclEpLayoutInfo_t info;
   ncclResult_t r = TAKE_OPTIONAL(call, NCCL_EP_LAYOUT_INFO, ncclEpLayoutInfo_t, 4, layout_info, &info);
-  return r == ncclSuccess ? epUpdate(call, handle, topk_idx, &info, stream) : r;
+  return r == ncclSuccess ? epUpdate(call, handle, topk_idx, &info, 0, stream) : r;
 }
 
 ncclResult_t ncclEpCreateHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, ncclEpLayout_t layout,

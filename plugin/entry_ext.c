@@ -45,6 +45,22 @@ ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties
   return r;
 }
 
+ncclResult_t ncclEpUpdateHandleExt(ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx,
+                                   const ncclEpLayoutInfo_t *layout_info, const ncclEpUpdateExtConfig_t *config,
+                                   cudaStream_t stream) {
+  EP_CALL();
+  static const char call[] = "ncclEpUpdateHandleExt";
+  ncclEpLayoutInfo_t info;
+  ncclEpUpdateExtConfig_t c;
+  ncclResult_t r = epTakeOptional(call, "layout_info", layout_info, NCCL_EP_LAYOUT_INFO_V1_SIZE, 4, &info,
+                                  (unsigned)sizeof info);
+  if (r == ncclSuccess)
+    r = epTakeOptional(call, "config", config, (unsigned)sizeof c, 4, &c, (unsigned)sizeof c);
+  if (r == ncclSuccess && c.borrow_topk_idx != 0 && c.borrow_topk_idx != 1)
+    r = epFail(ncclInvalidArgument, "%s: config.borrow_topk_idx is %d: expected 0 or 1", call, c.borrow_topk_idx);
+  return r == ncclSuccess ? epUpdate(call, handle, topk_idx, &info, c.borrow_topk_idx, stream) : r;
+}
+
 ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
                                const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                                const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext_config,

@@ -442,6 +442,15 @@ static void nullsAndStrangersAreRefused(void **state) {
   expectError(ncclEpHandleMemSize(group, NCCL_EP_LAYOUT_FLAT, NULL, &bytes, 4), ncclInvalidArgument, "group");
   expectError(ncclEpInitHandle(&newHandle, group, NCCL_EP_LAYOUT_FLAT, NULL, 4, NULL), ncclInvalidArgument, "group");
   expectError(ncclEpUpdateHandle(handle, NULL, NULL, NULL), ncclInvalidArgument, "handle");
+  ncclEpUpdateExtConfig_t borrow = NCCL_EP_UPDATE_EXT_CONFIG_INIT;
+  expectError(ncclEpUpdateHandleExt(handle, NULL, NULL, NULL, NULL), ncclInvalidArgument,
+              "ncclEpUpdateHandleExt: handle");
+  borrow.borrow_topk_idx = 2;
+  expectError(ncclEpUpdateHandleExt(handle, NULL, NULL, &borrow, NULL), ncclInvalidArgument,
+              "ncclEpUpdateHandleExt: config.borrow_topk_idx is 2: expected 0 or 1");
+  borrow.magic = 0;
+  expectError(ncclEpUpdateHandleExt(handle, NULL, NULL, &borrow, NULL), ncclInvalidArgument,
+              "ncclEpUpdateHandleExt: config has magic");
   ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
   ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
   expectError(ncclEpDispatch(handle, &in, &out, NULL, NULL, NULL), ncclInvalidArgument, "ncclEpDispatch: handle");

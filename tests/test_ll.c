@@ -21,6 +21,7 @@ static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_RANK_MAJOR, NCCL_EP_LAYO
 typedef struct plan {
   uint32_t ranks, experts, topk, hidden, maxTokens, rounds;
   ncclEpLayout_t layout;
+  int borrow; /* updates borrow topk_idx */
   uint32_t tokens[ROUNDS][EP_TEST_MAX_RANKS];
   int64_t *idx[ROUNDS][EP_TEST_MAX_RANKS];
   epRef *ref[ROUNDS];
@@ -123,6 +124,12 @@ static void batchFree(epTestRank *me, batch *b) {
     epTensorCheckGuards(me, all[i], "a tensor of the batch");
     epTensorFree(me, all[i]);
   }
+}
+
+static ncclResult_t update(const plan *p, ncclEpHandle_t h, const batch *b) {
+  ncclEpUpdateExtConfig_t config = NCCL_EP_UPDATE_EXT_CONFIG_INIT;
+  config.borrow_topk_idx = p->borrow;
+  return ncclEpUpdateHandleExt(h, &b->idx.t, NULL, &config, NULL);
 }
 
 static ncclResult_t dispatch(const plan *p, ncclEpHandle_t h, batch *b) {
@@ -228,7 +235,7 @@ static void streamedBody(epTestRank *me) {
   handleMake(me, p, &h);
   for (uint32_t n = 0; n < p->rounds; n++) batchMake(me, p, n, &b[n]);
   for (uint32_t n = 0; n < p->rounds; n++) {
-    EXPECT_OK(me, ncclEpUpdateHandle(h, &b[n].idx.t, NULL, NULL));
+    EXPECT_OK(me, update(p, h, &b[n]));
     for (uint32_t i = 0; i <= n % 3; i++) EXPECT_OK(me, dispatch(p, h, &b[n]));
     for (uint32_t i = 0; i < n % 2 + 1; i++) EXPECT_OK(me, combine(p, h, &b[n]));
   }
@@ -241,9 +248,10 @@ static void streamedBody(epTestRank *me) {
 
 static void streamed(void **state) {
   (void)state;
-  for (size_t l = 0; l < LENGTH(layouts); l++) {
+  for (size_t l = 0; l < 2 * LENGTH(layouts); l++) {
     plan p;
-    small(&p, layouts[l], ROUNDS);
+    small(&p, layouts[l / 2], ROUNDS);
+    p.borrow = l % 2;
     runWorlds(p.ranks, &p, streamedBody);
     planFree(&p);
   }
@@ -259,7 +267,7 @@ static void interleavedBody(epTestRank *me) {
   for (uint32_t i = 0; i < 2; i++) {
     handleMake(me, p[i], &h[i]);
     batchMake(me, p[i], i, &b[i]);
-    EXPECT_OK(me, ncclEpUpdateHandle(h[i], &b[i].idx.t, NULL, NULL));
+    EXPECT_OK(me, update(p[i], h[i], &b[i]));
   }
   for (int again = 0; again < 2; again++) {
     for (uint32_t i = 0; i < 2; i++) EXPECT_OK(me, dispatch(p[i], h[i], &b[i]));
@@ -281,6 +289,7 @@ static void interleaved(void **state) {
   small(&a, layouts[0], 2);
   small(&b, layouts[1], 2);
   small(&c, layouts[1], 2);
+  a.borrow = c.borrow = 1;
   runWorlds(a.ranks, (plan *[]){&a, &b}, interleavedBody);
   runWorlds(a.ranks, (plan *[]){&b, &c}, interleavedBody);
   planFree(&a);
@@ -302,7 +311,7 @@ static void movedBody(epTestRank *me) {
   batchMake(me, p, 0, &b);
   batchMake(me, p, 0, &again);
   EXPECT_OK(me, ncclEpInitHandle(&h, me->group, p->layout, NULL, (int)p->topk, &memory[0].t));
-  EXPECT_OK(me, ncclEpUpdateHandle(h, &b.idx.t, NULL, NULL));
+  EXPECT_OK(me, update(p, h, &b));
   EXPECT_ERROR(me, combine(p, h, &b), ncclInvalidUsage, "dispatched");
   EXPECT_OK(me, dispatch(p, h, &b));
   EXPECT_OK(me, ncclEpEmuMemcpy(me->comm, memory[1].t.data, memory[0].t.data, bytes, NULL));
@@ -327,6 +336,7 @@ static void moved(void **state) {
   for (size_t l = 0; l < LENGTH(layouts); l++) {
     plan p;
     small(&p, layouts[l], 1);
+    p.borrow = 1;
     runWorlds(p.ranks, &p, movedBody);
     planFree(&p);
   }
@@ -343,7 +353,7 @@ static void reportBody(epTestRank *me) {
   if (!me->group) return;
   handleMake(me, p, &h);
   batchMake(me, p, 0, &b);
-  EXPECT_OK(me, ncclEpUpdateHandle(h, &b.idx.t, NULL, NULL));
+  EXPECT_OK(me, update(p, h, &b));
   EXPECT_OK(me, dispatch(p, h, &b));
   EXPECT_OK(me, combine(p, h, &b));
   sync(me);
@@ -366,6 +376,7 @@ static void reports(void **state) {
     planFree(&p);
     for (uint32_t r = 0; r < p.ranks; r++) p.tokens[0][r] = 4;
     planMake(&p);
+    p.borrow = (int)l; /* dispatch reports what it reads in place */
     p.idx[0][1][2] = 12;
     p.idx[0][2][0] = -7, p.idx[0][2][7] = -7;
     p.idx[0][1][5] = -2;
@@ -443,7 +454,7 @@ static void refusedBody(epTestRank *me) {
   EXPECT_ERROR(me, dispatch(p, h, &b), ncclInvalidUsage, "ncclEpUpdateHandle");
   info.expert_counters = &b.experts.t;
   EXPECT_ERROR(me, ncclEpUpdateHandle(h, &b.idx.t, &info, NULL), ncclInvalidArgument, "layout_info|ncclEpDispatch");
-  EXPECT_OK(me, ncclEpUpdateHandle(h, &b.idx.t, NULL, NULL));
+  EXPECT_OK(me, update(p, h, &b));
   b.out.sizes[1]++;
   EXPECT_ERROR(me, dispatch(p, h, &b), ncclInvalidArgument, "outputs.tokens.sizes[1]|max_dispatch_tokens_per_rank");
   b.out.sizes[1]--;
@@ -496,7 +507,7 @@ static void awayBody(epTestRank *me) {
   if (!me->group) return;
   handleMake(me, p, &h);
   batchMake(me, p, 0, &b);
-  EXPECT_OK(me, ncclEpUpdateHandle(h, &b.idx.t, NULL, NULL));
+  EXPECT_OK(me, update(p, h, &b));
   if (me->rank != 2) {
     EXPECT_OK(me, dispatch(p, h, &b));
     sync(me);
@@ -531,7 +542,7 @@ static void plantedBody(epTestRank *me) {
   handleMake(me, p, &h);
   for (uint32_t n = 0; n < p->rounds; n++) batchMake(me, p, n, &b[n]);
   for (uint32_t n = 0; n < p->rounds; n++) {
-    EXPECT_OK(me, ncclEpUpdateHandle(h, &b[n].idx.t, NULL, NULL));
+    EXPECT_OK(me, update(p, h, &b[n]));
     EXPECT_OK(me, dispatch(p, h, &b[n]));
     EXPECT_OK(me, combine(p, h, &b[n]));
   }

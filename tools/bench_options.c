@@ -41,6 +41,8 @@ enum {
   OPT_CHECK,
   OPT_BACKWARD,
   OPT_INDEX,
+  OPT_FUSED,
+  OPT_NO_FUSED,
   OPT_BUG,
   OPT_MAX_RECV,
   OPT_TIMEOUT,
@@ -90,6 +92,10 @@ static const struct argp_option optionTable[] = {
     {"minus-one", OPT_MINUS_ONE, "P", 0, "fraction of entries replaced by -1 (default: 0)", 0},
     {"seed", OPT_SEED, "N", 0, "of data, routing and emulated schedule (default: 1)", 0},
     {0, 0, 0, 0, "Run", 4},
+    {"fused", OPT_FUSED, 0, 0,
+     "updates borrow topk_idx and leave their work to dispatch where it can do it (default; see ncclEpUpdateHandleExt)",
+     0},
+    {"no-fused", OPT_NO_FUSED, 0, 0, "an update is always a launch of its own", 0},
     {"schedules", OPT_SCHEDULES, "N", 0, "emulated: seeds tried, from --seed on, each on a fresh fabric (default: 1)",
      0},
     {"warmup", OPT_WARMUP, "N", 0, "iterations before the measured ones (default: 10; emulated 0)", 0},
@@ -246,6 +252,10 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     break;
   case OPT_INDEX:
     o->index32 = (int)choice(text, integers, "index", state);
+    break;
+  case OPT_FUSED:
+  case OPT_NO_FUSED:
+    o->noFused = key == OPT_NO_FUSED;
     break;
   case OPT_BUG:
     o->bugText = text;

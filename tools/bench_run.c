@@ -34,6 +34,7 @@ static void configureLayer(epBench *bench) {
                        .maxTokens = o->maxTokens,
                        .align = o->align,
                        .index32 = o->index32,
+                       .fused = !o->noFused,
                        .backward = o->backward,
                        .graph = o->graph,
                        .routings = bench->routings,

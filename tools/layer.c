@@ -271,13 +271,20 @@ static ncclEpTensor_t placesOf(const epLayer *layer, const epBuffer *buffer, ncc
   return tensor;
 }
 
+static int update(epLayer *layer, const ncclEpTensor_t *idx, const ncclEpLayoutInfo_t *info) {
+  ncclEpUpdateExtConfig_t config = NCCL_EP_UPDATE_EXT_CONFIG_INIT;
+  config.borrow_topk_idx = layer->config.fused;
+  return told(layer, ncclEpUpdateHandleExt(layer->handle, idx, info, &config, layer->port->stream),
+              "ncclEpUpdateHandleExt");
+}
+
 static int llUpdate(epLayer *layer, unsigned routing) {
   const epLayerConfig *c = &layer->config;
   size_t sizes[2];
   ncclEpTensor_t idx =
       tensorOf(&layer->idx[routing], c->index32 ? ncclInt32 : ncclInt64, 2, sizes, layer->tokens[routing], c->topk);
   layer->current = routing;
-  return told(layer, ncclEpUpdateHandle(layer->handle, &idx, NULL, layer->port->stream), "ncclEpUpdateHandle");
+  return update(layer, &idx, NULL);
 }
 
 static int llDispatch(epLayer *layer) {
@@ -340,7 +347,7 @@ int epLayerUpdate(epLayer *layer, unsigned routing) {
   info.expert_offsets = c->layout == EP_REF_EXPERT_MAJOR ? &offsets : NULL;
   info.recv_total_counter = &total;
   layer->current = routing;
-  if (told(layer, ncclEpUpdateHandle(layer->handle, &idx, &info, layer->port->stream), "ncclEpUpdateHandle")) return -1;
+  if (update(layer, &idx, &info)) return -1;
   if (c->budget) return 0;
   if (told(layer, ncclEpGetHostCounts(layer->handle, &counts), "ncclEpGetHostCounts")) return -1;
   layer->eagerRows = counts.total_padded;

@@ -26,6 +26,7 @@ typedef struct epLayerConfig {
   uint64_t budget;   /* max_recv_tokens_per_rank; 0: eager */
   uint64_t capacity; /* rows allocated */
   int index32;       /* topk_idx and counters are int32, else int64 */
+  int fused;         /* updates borrow topk_idx, so that dispatch can do their work */
   int backward;      /* also the buffers of the backward pass */
   int graph;         /* epLayerRun replays graphs */
   unsigned routings; /* index buffers */
