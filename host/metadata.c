@@ -22,29 +22,47 @@ static ncclResult_t epSection(struct ncclEpHandle *h, uint64_t offset, size_t by
   return ncclSuccess;
 }
 
+/* Rows [first, first + n) of the flat order, which came from `rank`: `meta` is theirs, `slotBase` that rank's. */
+static void epReceivedRows(const struct ncclEpHandle *h, ncclEpHandleMetadata_t *m, const uint32_t *meta,
+                           const uint32_t *slotBase, uint32_t rank, uint32_t first, uint32_t n) {
+  int flat = h->layout == NCCL_EP_LAYOUT_FLAT;
+  for (uint32_t j = 0; j < n; j++, meta += 1 + h->topk) {
+    if (m->source_rank) m->source_rank[first + j] = (int)rank;
+    if (m->source_token) m->source_token[first + j] = (int)meta[0];
+    for (uint32_t k = 0; m->received_slot && k < h->topk; k++) {
+      uint32_t entry = meta[1 + k];
+      long long slot = entry == EP_NONE ? -1
+                       : flat           ? (long long)first + j
+                                        : (long long)slotBase[EP_ENTRY_EXPERT(entry)] + EP_ENTRY_POS(entry);
+      m->received_slot[(size_t)(first + j) * h->topk + k] = slot;
+    }
+  }
+}
+
 static ncclResult_t epReceived(struct ncclEpHandle *h, ncclEpHandleMetadata_t *m) {
   const epShape *s = &h->group->shape;
   epRecordLayout l = epHandleRecordLayout(h);
-  uint32_t *base = NULL, *meta = NULL, width = 1 + h->topk, rows;
+  uint32_t *base = NULL, *slots = NULL, *meta = NULL, width = 1 + h->topk, rows;
+  int wanted = m->source_rank || m->source_token || m->received_slot;
   ncclResult_t r = epSection(h, l.recvBase, (s->ranks + 1ull) * 4, (void **)&base);
-  if (r != ncclSuccess) return r;
+  if (r == ncclSuccess) r = epSection(h, l.slotBase, s->experts * 4ull, (void **)&slots);
+  if (r != ncclSuccess) goto done;
   rows = base[s->ranks];
-  if ((m->source_rank || m->source_token) && m->received_capacity < rows) {
+  if (wanted && m->received_capacity < rows) {
     r = epFail(ncclInvalidArgument, "%s: received_capacity is %zu: the routing has %u received rows", call,
                m->received_capacity, rows);
     goto done;
   }
-  for (uint32_t rank = 0; r == ncclSuccess && rank < s->ranks && (m->source_rank || m->source_token); rank++) {
+  for (uint32_t rank = 0; r == ncclSuccess && rank < s->ranks && wanted; rank++) {
     uint32_t n = base[rank + 1] - base[rank];
     r = epSection(h, l.recvMeta + 4ull * rank * s->maxTokens * width, 4ull * n * width, (void **)&meta);
-    for (uint32_t j = 0; r == ncclSuccess && j < n; j++) {
-      if (m->source_rank) m->source_rank[base[rank] + j] = (int)rank;
-      if (m->source_token) m->source_token[base[rank] + j] = (int)meta[(size_t)j * width];
-    }
-    if (r == ncclSuccess) free(meta);
+    if (r != ncclSuccess) break;
+    epReceivedRows(h, m, meta, slots + (size_t)rank * epLocals(h->group), rank, base[rank], n);
+    free(meta);
   }
   if (r == ncclSuccess) m->received = rows;
 done:
+  free(slots);
   free(base);
   return r;
 }

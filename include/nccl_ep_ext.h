@@ -193,12 +193,13 @@ typedef struct {
   int *source_rank;         /* [N] source rank of each received row */
   int *source_token;        /* [N] its token index there */
   long long *sent_slot;     /* [T][K] output row at the owner's rank that (token, k) occupies, or -1 */
-  size_t received_capacity; /* elements of source_rank and source_token */
+  size_t received_capacity; /* rows that source_rank, source_token and received_slot have room for */
   size_t sent_capacity;     /* elements of sent_slot */
+  long long *received_slot; /* [N][K] output row here that each received row's k occupies, or -1 */
 } ncclEpHandleMetadata_t;
 #define NCCL_EP_HANDLE_METADATA_INIT NCCL_EP_STRUCT_INIT(ncclEpHandleMetadata_t, NCCL_EP_MAGIC)
-/* ncclEpGetHandleMetadata: sent_slot is a flat row or an expert-major slot, as the handle's layout says. A capacity
- * that is too small is refused and the number needed named; then nothing is promised of the arrays. */
+/* ncclEpGetHandleMetadata: sent_slot and received_slot are flat rows or expert-major slots, as the handle's layout says.
+ * A capacity that is too small is refused and the number needed named; then nothing is promised of the arrays. */
 ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata);
 
 /* ---- Compiling ahead ----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 #include "nccl_ep_ext.h"
 #include "structs.h"
 
-/* Every struct of the extension has had one version so far: its size is the least. */
+/* Structs that have had one version so far: their size is the least. */
 #define TAKE(call, type, from, to) \
   epTakeStruct(call, #from, from, (unsigned)sizeof(type), 4, to, (unsigned)sizeof(type))
 
@@ -85,7 +85,9 @@ ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *coun
 ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata) {
   EP_CALL();
   ncclEpHandleMetadata_t out;
-  ncclResult_t r = TAKE("ncclEpGetHandleMetadata", ncclEpHandleMetadata_t, metadata, &out);
+  ncclResult_t r = epTakeStruct("ncclEpGetHandleMetadata", "metadata", metadata,
+                                NCCL_EP_FIELD_END(ncclEpHandleMetadata_t, sent_capacity), sizeof out.received_slot,
+                                &out, (unsigned)sizeof out); /* received_slot came later */
   if (r == ncclSuccess) r = epHandleMetadata(handle, &out);
   if (r == ncclSuccess) epGiveStruct(&out, sizeof out, metadata);
   return r;

@@ -267,9 +267,10 @@ static void checkMetadata(epTestRank *me, epRun *run) {
   size_t sent = (size_t)run->round->tokens[me->rank] * c->topk, n = (size_t)flat->total;
   int *rank = must(calloc(n + 1, sizeof(int))), *token = must(calloc(n + 1, sizeof(int)));
   long long *slot = must(calloc(sent + 1, sizeof(long long)));
+  long long *here = must(calloc(n * c->topk + 1, sizeof(long long)));
   ncclEpHandleMetadata_t meta = NCCL_EP_HANDLE_METADATA_INIT;
   meta.source_rank = rank, meta.source_token = token, meta.sent_slot = slot;
-  meta.received_capacity = n, meta.sent_capacity = sent;
+  meta.received_capacity = n, meta.sent_capacity = sent, meta.received_slot = here;
   EXPECT_OK(me, ncclEpGetHandleMetadata(run->handle, &meta));
   EXPECT(me, meta.received == n, "metadata: %u rows instead of %zu", meta.received, n);
   for (size_t i = 0; i < n && i < meta.received; i++)
@@ -279,7 +280,14 @@ static void checkMetadata(epTestRank *me, epRun *run) {
   for (size_t i = 0; i < sent; i++)
     EXPECT(me, slot[i] == run->round->ref->slot[me->rank][i], "metadata: sent_slot[%zu] is %lld instead of %lld", i,
            slot[i], (long long)run->round->ref->slot[me->rank][i]);
-  free(rank), free(token), free(slot);
+  for (size_t i = 0; i < n * c->topk; i++) {
+    const epRefRow *from = &flat->row[i / c->topk];
+    size_t at = (size_t)from->token * c->topk + i % c->topk;
+    int mine = epRefOwner(run->round->ref, (uint32_t)from->source, (uint32_t)from->token, i % c->topk) == me->rank;
+    long long want = mine ? (long long)run->round->ref->slot[from->source][at] : -1;
+    EXPECT(me, here[i] == want, "metadata: received_slot[%zu] is %lld instead of %lld", i, here[i], want);
+  }
+  free(rank), free(token), free(slot), free(here);
 }
 
 static void fillIndices(epTestRank *me, epRun *run) {
