@@ -56,6 +56,10 @@ for option, value, words in (
 # What the emulated fabric has not.
 refused(['--graph', 'no graphs', 'expected'], '--graph')
 
+# The time of calls, and where it would be that of a wait.
+run([0], ['host-update', 'host-dispatch', 'host-combine'], *small, '--host-time')
+refused(['--host-time', 'eager', 'expected'], '--host-time', '--max-recv', '0')
+
 # Routing files.
 good = '0 7\n' * 8
 run([0], [], *small, '--check', '--routing', file('good', '# ids\n' + good + '-1,\t-1\r\n'))

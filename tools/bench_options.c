@@ -49,7 +49,8 @@ enum {
   OPT_JSON,
   OPT_LIMITS,
   OPT_PARTS,
-  OPT_GRAPH
+  OPT_GRAPH,
+  OPT_HOST_TIME
 };
 
 static const struct argp_option optionTable[] = {
@@ -106,6 +107,7 @@ static const struct argp_option optionTable[] = {
     {"limits", OPT_LIMITS, 0, 0, "GPUs: also measure copy engine and memory with the same bytes", 0},
     {"profile-parts", OPT_PARTS, 0, 0, "also time update, dispatch and combine alone and all together", 0},
     {"graph", OPT_GRAPH, 0, 0, "GPUs: check and time replays of CUDA graphs, one for each prepared routing", 0},
+    {"host-time", OPT_HOST_TIME, 0, 0, "also time the calls on the host, from call to return", 0},
     {"json", OPT_JSON, "FILE", 0, "write everything to a file, too", 0},
     {0}};
 
@@ -279,6 +281,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
   case OPT_GRAPH:
     o->graph = 1;
     break;
+  case OPT_HOST_TIME:
+    o->hostTime = 1;
+    break;
   case ARGP_KEY_ARG:
     argp_error(state, "%s: arguments are options only", text);
     break;
@@ -402,6 +407,8 @@ int epBenchResolve(epBenchOptions *o) {
   if (!cuda && o->graph) return epToolFail("--graph: the emulated fabric has no graphs: expected --backend cuda");
   if (o->graph && !o->maxRecv)
     return epToolFail("--graph: an eager update waits on the host: expected --max-recv above 0, or without it");
+  if (o->hostTime && !o->maxRecv)
+    return epToolFail("--host-time: an eager update waits for its counts: expected --max-recv above 0, or without it");
   o->tokensText = o->tokensText ? o->tokensText : cuda ? "4096" : "16";
   o->hidden = o->hidden ? o->hidden : cuda ? 7168 : 512;
   o->experts = o->experts ? o->experts : cuda ? 256 : 8 * o->ranks;

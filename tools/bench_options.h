@@ -24,7 +24,7 @@ typedef struct epBenchOptions {
   epRouteSpec route;
   unsigned long long seed;
   unsigned schedules, sms, warmup, iters;
-  int check, backward, index32, noFused, limits, parts, graph;
+  int check, backward, index32, noFused, limits, parts, graph, hostTime;
   long long maxRecv; /* -1: worst case; 0: eager */
   char command[1024];
 } epBenchOptions;

@@ -119,6 +119,8 @@ void epBenchPrintHeader(const epBenchResult *r) {
   else
     printf("# time: the host's, for %u emulated ranks on this machine: says nothing about GPUs; %u schedules\n",
            o->ranks, o->schedules);
+  if (o->hostTime)
+    printf("# host-update, host-dispatch, host-combine: from call to return on the host, stream idle before\n");
   printf("# dispatch includes the update of the routing (topk_idx %s); combine is the call alone\n",
          o->noFused ? "copied by a launch of its own: --no-fused" : "borrowed: no launch of its own where it can be fused");
   printf("# algbytes: rows (with their scales) that a rank receives (a token once a rank), its own included; busbytes: "
@@ -137,8 +139,11 @@ void epBenchPrintRows(const epBenchResult *r) {
     summary s = summarise(row);
     printf("  %-18s %14.0f %14.0f", row->name, row->algBytes, row->busBytes);
     if (row->count)
-      printf(" %10.1f %10.1f %10.1f %9.2f %9.2f", s.median, s.low, s.high, bandwidth(row->algBytes, s.median),
-             bandwidth(row->busBytes, s.median));
+      printf(" %10.*f %10.*f %10.*f", row->host ? 2 : 1, s.median, row->host ? 2 : 1, s.low, row->host ? 2 : 1, s.high);
+    if (row->count && !row->host)
+      printf(" %9.2f %9.2f", bandwidth(row->algBytes, s.median), bandwidth(row->busBytes, s.median));
+    else if (row->count)
+      printf(" %9s %9s", "-", "-");
     else
       printf(" %10s %10s %10s %9s %9s", "-", "-", "-", "-", "-");
     if (row->errors == -1u)
@@ -173,7 +178,7 @@ static json_t *jsonConfig(const epBenchResult *r) {
   const epBenchOptions *o = r->options;
   return json_pack(
       "{s:s, s:s, s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:s, s:s, s:f, s:I, s:i, s:i, s:i, s:i, s:b, s:b, s:I, s:i, s:s, "
-      "s:s, s:i, s:b, s:b, s:b, s:b}",
+      "s:s, s:i, s:b, s:b, s:b, s:b, s:b}",
       "backend", r->cuda ? "cuda" : "emu", "layout", layoutName(o), "dtype", epRefTypeName(o->type), "tokens",
       o->tokensText, "max_tokens", (int)o->maxTokens, "hidden", (int)o->hidden, "topk", (int)o->topk, "experts",
       (int)o->experts, "align", (int)o->align, "index", o->index32 ? "int32" : "int64", "routing", o->routingText,
@@ -181,7 +186,7 @@ static json_t *jsonConfig(const epBenchResult *r) {
       "warmup", (int)o->warmup, "iters", (int)o->iters, "check", o->check, "backward", o->backward, "budget_rows",
       (json_int_t)r->budget, "routings", r->routings, "scales", scalesName(o), "scale_layout",
       o->scaleColumns ? "column" : "row", "scale_bytes", (int)r->scaleBytes, "zero_pad", !o->noZeroPad, "no_bulk",
-      o->fabric.emuNoBulk != 0, "graph", o->graph, "fused", !o->noFused);
+      o->fabric.emuNoBulk != 0, "graph", o->graph, "fused", !o->noFused, "host_time", o->hostTime);
 }
 
 static json_t *jsonGroup(const epBenchResult *r) {

@@ -13,6 +13,7 @@ typedef struct epBenchRow {
   double *samples;
   unsigned count, room;
   unsigned errors; /* -1u: not checked */
+  int host;        /* time of a call on the host, not on the stream */
 } epBenchRow;
 
 typedef struct epBenchRank {

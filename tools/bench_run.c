@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "bench_host.h"
 #include "check.h"
 #include "failure.h"
 
@@ -273,17 +274,22 @@ static int checkAll(epBench *bench, epLayer *layer) {
 
 /* ---- Times ------------------------------------------------------------------------------------------------------ */
 
-/* The largest of the ranks' times becomes a sample of the row. */
-static int keepSample(epPort *port, epBenchRow *row) {
-  double mine = 0, largest = 0, *all = calloc((size_t)port->ranks, sizeof(*all));
+int epBenchKeep(epPort *port, epBenchRow *row, double mine) {
+  double largest = 0, *all = calloc((size_t)port->ranks, sizeof(*all));
   int rc = -1;
   if (!all) return epToolFail("out of host memory");
-  if (epPortElapsed(port, 0, 1, &mine) || epPortGather(port, &mine, all, sizeof(mine))) goto done;
+  if (epPortGather(port, &mine, all, sizeof(mine))) goto done;
   for (int r = 0; r < port->ranks; r++) largest = all[r] > largest ? all[r] : largest;
   rc = row ? epBenchAddSample(row, largest) : 0;
 done:
   free(all);
   return rc;
+}
+
+/* Between the port's first two marks. */
+static int keepSample(epPort *port, epBenchRow *row) {
+  double mine = 0;
+  return epPortElapsed(port, 0, 1, &mine) || epBenchKeep(port, row, mine) ? -1 : 0;
 }
 
 /* An asynchronous error is a failure unless a routing of this run exceeds --max-recv, which asks for it. */
@@ -423,6 +429,7 @@ int epBenchRun(epPort *port, void *context) {
   if (!rc && o->graph) rc = warmCalls(bench, layer);
   if (!rc && o->check) rc = checkAll(bench, layer);
   if (!rc && o->iters) rc = uploadAll(bench, layer) || timeAll(bench, layer);
+  if (!rc && o->hostTime) rc = uploadAll(bench, layer) || epBenchHostTimes(bench, layer);
   if (!rc && o->limits) rc = timeLimits(bench, layer);
   if (!rc) rc = tellAll(port);
   rc |= epPortFaults(port);

@@ -24,5 +24,7 @@ int epBenchPrepare(epBench *bench, uint64_t seed);
 void epBenchRelease(epBench *bench);
 /* Body of epFabricRun; `context` is an epBench. */
 int epBenchRun(epPort *port, void *context);
+/* The largest of the ranks' microseconds becomes a sample of the row, where this rank has it (else NULL). Collective. */
+int epBenchKeep(epPort *port, epBenchRow *row, double mine);
 
 #endif

@@ -1,0 +1,43 @@
+/* The host's side of the calls: time from call to return, with the stream idle before each round of three, so that
+ * nothing waits for room in it. The descriptors of the tensors are made anew for each call, as callers do. */
+#include "bench_host.h"
+
+#include <time.h>
+
+#include "failure.h"
+
+#define ROUNDS 200 /* calls are microseconds: many, whatever --iters says */
+#define WARM_UP 20
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return 1e6 * (double)t.tv_sec + 1e-3 * (double)t.tv_nsec;
+}
+
+int epBenchHostTimes(epBench *bench, epLayer *layer) {
+  static const char *const names[] = {"host-update", "host-dispatch", "host-combine"};
+  epPort *port = layer->port;
+  epBenchRow *rows[3] = {NULL, NULL, NULL};
+  unsigned rounds = port->cuda ? ROUNDS : bench->options->iters;
+  unsigned before = port->cuda ? WARM_UP : 1;
+  for (int i = 0; i < 3 && !port->rank; i++) {
+    rows[i] = epBenchRowOf(bench->result, names[i]);
+    if (rows[i]) rows[i]->host = 1;
+  }
+  for (unsigned i = 0; i < before + rounds; i++) {
+    double t[4];
+    if (epPortBarrier(port)) return -1;
+    t[0] = now();
+    if (epLayerUpdate(layer, i % bench->routings)) return -1;
+    t[1] = now();
+    if (epLayerDispatch(layer, 0)) return -1;
+    t[2] = now();
+    if (epLayerCombine(layer, 0)) return -1;
+    t[3] = now();
+    if (epPortSync(port)) return -1;
+    for (int j = 0; j < 3; j++)
+      if (i >= before && epBenchKeep(port, rows[j], t[j + 1] - t[j])) return -1;
+  }
+  return 0;
+}
