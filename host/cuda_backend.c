@@ -13,27 +13,39 @@
 
 static epCuda *cudaOf(epBackend *base) { return (epCuda *)base; }
 
+ncclResult_t epCudaCurrent(epCuda *be, epCudaScope *scope) {
+  epCuContext current = NULL;
+  epCuResult rc = be->cu->ctxGetCurrent(&current);
+  scope->pushed = rc != EP_CU_SUCCESS || current != be->context;
+  if (scope->pushed) rc = be->cu->ctxPushCurrent(be->context);
+  if (rc != EP_CU_SUCCESS)
+    return epCuFail(be->cu, rc, "device %d: its context cannot be made current", be->topology.device);
+  return ncclSuccess;
+}
+
+void epCudaRestore(epCuda *be, const epCudaScope *scope) {
+  epCuContext mine;
+  if (scope->pushed) (void)be->cu->ctxPopCurrent(&mine);
+}
+
 ncclResult_t epCudaEnter(epCuda *be, epCudaScope *scope) {
+  ncclResult_t r = epCudaCurrent(be, scope);
+  if (r != ncclSuccess) return r;
   /* Allocations and waits on private streams are safe for any capture; in the stricter modes they would invalidate one
    * of another thread. */
   scope->captureMode = EP_CU_CAPTURE_MODE_RELAXED;
-  epCuResult rc = be->cu->ctxPushCurrent(be->context);
-  if (rc != EP_CU_SUCCESS)
-    return epCuFail(be->cu, rc, "device %d: its context cannot be made current", be->topology.device);
-  rc = be->cu->threadExchangeCaptureMode(&scope->captureMode);
+  epCuResult rc = be->cu->threadExchangeCaptureMode(&scope->captureMode);
   if (rc != EP_CU_SUCCESS) {
-    epCuContext mine;
-    (void)be->cu->ctxPopCurrent(&mine);
+    epCudaRestore(be, scope);
     return epCuFail(be->cu, rc, "cuThreadExchangeStreamCaptureMode");
   }
   return ncclSuccess;
 }
 
 void epCudaLeave(epCuda *be, const epCudaScope *scope) {
-  epCuContext mine;
   int mode = scope->captureMode;
   (void)be->cu->threadExchangeCaptureMode(&mode);
-  (void)be->cu->ctxPopCurrent(&mine);
+  epCudaRestore(be, scope);
 }
 
 static void nap(long ns) {
@@ -280,7 +292,7 @@ static ncclResult_t isCapturing(epBackend *base, cudaStream_t stream, int *captu
   epCuda *be = cudaOf(base);
   epCudaScope scope;
   int status = EP_CU_CAPTURE_STATUS_NONE;
-  ncclResult_t r = epCudaEnter(be, &scope);
+  ncclResult_t r = epCudaCurrent(be, &scope);
   if (r != ncclSuccess) return r;
   epCuResult rc = be->cu->streamIsCapturing(stream, &status);
   if (rc == EP_CU_CAPTURE_IMPLICIT)
@@ -293,31 +305,29 @@ static ncclResult_t isCapturing(epBackend *base, cudaStream_t stream, int *captu
     r = epCuFail(be->cu, rc, "stream %p: is it a stream of device %d?", (void *)stream, be->topology.device);
   else
     *capturing = status != EP_CU_CAPTURE_STATUS_NONE;
-  epCudaLeave(be, &scope);
+  epCudaRestore(be, &scope);
   return r;
 }
 
+/* Once for every tensor of every call: one question to the driver. It may be asked while a stream is captured. */
 static ncclResult_t isDeviceAddress(epBackend *base, const void *dev, int *yes) {
   epCuda *be = cudaOf(base);
   epCudaScope scope;
   unsigned type = 0, managed = 0;
   int ordinal = -1, pageable = 0;
-  ncclResult_t r = epCudaEnter(be, &scope);
+  int wanted[] = {EP_CU_POINTER_MEMORY_TYPE, EP_CU_POINTER_IS_MANAGED, EP_CU_POINTER_DEVICE_ORDINAL};
+  void *values[] = {&type, &managed, &ordinal};
+  ncclResult_t r = epCudaCurrent(be, &scope);
   if (r != ncclSuccess) return r;
-  epCuResult rc = be->cu->pointerGetAttribute(&type, EP_CU_POINTER_MEMORY_TYPE, (epCuPtr)dev);
+  epCuResult rc = be->cu->pointerGetAttributes(3, wanted, values, (epCuPtr)dev);
   if (rc == EP_CU_INVALID_VALUE || (rc == EP_CU_SUCCESS && type == 0)) {
     /* Memory CUDA knows nothing of: kernels reach it only where the system shares page tables with the GPU. */
     rc = be->cu->deviceGetAttribute(&pageable, EP_CU_ATTR_PAGEABLE_MEMORY_ACCESS, be->device);
     *yes = rc != EP_CU_SUCCESS || pageable;
-  } else if (rc == EP_CU_SUCCESS && type == EP_CU_MEMORYTYPE_DEVICE &&
-             be->cu->pointerGetAttribute(&managed, EP_CU_POINTER_IS_MANAGED, (epCuPtr)dev) == EP_CU_SUCCESS &&
-             !managed &&
-             be->cu->pointerGetAttribute(&ordinal, EP_CU_POINTER_DEVICE_ORDINAL, (epCuPtr)dev) == EP_CU_SUCCESS) {
-    *yes = ordinal == be->topology.device;
   } else {
-    *yes = 1;
+    *yes = rc != EP_CU_SUCCESS || type != EP_CU_MEMORYTYPE_DEVICE || managed || ordinal == be->topology.device;
   }
-  epCudaLeave(be, &scope);
+  epCudaRestore(be, &scope);
   return ncclSuccess;
 }
 

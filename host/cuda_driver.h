@@ -33,43 +33,45 @@ enum { EP_CU_CAPTURE_STATUS_NONE = 0, EP_CU_CAPTURE_MODE_RELAXED = 2 };
 
 /* X(slot, symbol, parameters), symbols not quoted so that tests can compare with cuda.h: they carry the ABI version
  * that cuda.h maps the plain name to. */
-#define EP_CU_FUNCTIONS(X)                                                                                    \
-  X(init, cuInit, (unsigned flags))                                                                           \
-  X(driverGetVersion, cuDriverGetVersion, (int *version))                                                     \
-  X(getErrorName, cuGetErrorName, (epCuResult error, const char **name))                                      \
-  X(getErrorString, cuGetErrorString, (epCuResult error, const char **text))                                  \
-  X(deviceGetCount, cuDeviceGetCount, (int *count))                                                           \
-  X(deviceGet, cuDeviceGet, (epCuDevice * device, int ordinal))                                               \
-  X(deviceGetName, cuDeviceGetName, (char *name, int bytes, epCuDevice device))                               \
-  X(deviceTotalMem, cuDeviceTotalMem_v2, (size_t * bytes, epCuDevice device))                                 \
-  X(deviceGetAttribute, cuDeviceGetAttribute, (int *value, int attribute, epCuDevice device))                 \
-  X(deviceCanAccessPeer, cuDeviceCanAccessPeer, (int *can, epCuDevice device, epCuDevice peer))               \
-  X(primaryCtxRetain, cuDevicePrimaryCtxRetain, (epCuContext * context, epCuDevice device))                   \
-  X(primaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (epCuDevice device))                                     \
-  X(ctxPushCurrent, cuCtxPushCurrent_v2, (epCuContext context))                                               \
-  X(ctxPopCurrent, cuCtxPopCurrent_v2, (epCuContext * context))                                               \
-  X(ctxSynchronize, cuCtxSynchronize, (void))                                                                 \
-  X(memAlloc, cuMemAlloc_v2, (epCuPtr * dev, size_t bytes))                                                   \
-  X(memFree, cuMemFree_v2, (epCuPtr dev))                                                                     \
-  X(memHostAlloc, cuMemHostAlloc, (void **host, size_t bytes, unsigned flags))                                \
-  X(memHostGetDevicePointer, cuMemHostGetDevicePointer_v2, (epCuPtr * dev, void *host, unsigned flags))       \
-  X(memFreeHost, cuMemFreeHost, (void *host))                                                                 \
-  X(memcpyHtoDAsync, cuMemcpyHtoDAsync_v2, (epCuPtr dst, const void *src, size_t bytes, epCuStream stream))   \
-  X(memcpyDtoHAsync, cuMemcpyDtoHAsync_v2, (void *dst, epCuPtr src, size_t bytes, epCuStream stream))         \
-  X(memsetD8Async, cuMemsetD8Async, (epCuPtr dst, unsigned char value, size_t bytes, epCuStream stream))      \
-  X(pointerGetAttribute, cuPointerGetAttribute, (void *value, int attribute, epCuPtr ptr))                    \
-  X(streamCreate, cuStreamCreate, (epCuStream * stream, unsigned flags))                                      \
-  X(streamDestroy, cuStreamDestroy_v2, (epCuStream stream))                                                   \
-  X(streamQuery, cuStreamQuery, (epCuStream stream))                                                          \
-  X(streamSynchronize, cuStreamSynchronize, (epCuStream stream))                                              \
-  X(streamIsCapturing, cuStreamIsCapturing, (epCuStream stream, int *status))                                 \
-  X(threadExchangeCaptureMode, cuThreadExchangeStreamCaptureMode, (int *mode))                                \
-  X(moduleLoadData, cuModuleLoadData, (epCuModule * module, const void *image))                               \
-  X(moduleUnload, cuModuleUnload, (epCuModule module))                                                        \
-  X(moduleGetFunction, cuModuleGetFunction, (epCuFunction * function, epCuModule module, const char *name))   \
-  X(funcSetAttribute, cuFuncSetAttribute, (epCuFunction function, int attribute, int value))                  \
-  X(launchKernel, cuLaunchKernel,                                                                             \
-    (epCuFunction function, unsigned gridX, unsigned gridY, unsigned gridZ, unsigned blockX, unsigned blockY, \
+#define EP_CU_FUNCTIONS(X)                                                                                       \
+  X(init, cuInit, (unsigned flags))                                                                              \
+  X(driverGetVersion, cuDriverGetVersion, (int *version))                                                        \
+  X(getErrorName, cuGetErrorName, (epCuResult error, const char **name))                                         \
+  X(getErrorString, cuGetErrorString, (epCuResult error, const char **text))                                     \
+  X(deviceGetCount, cuDeviceGetCount, (int *count))                                                              \
+  X(deviceGet, cuDeviceGet, (epCuDevice * device, int ordinal))                                                  \
+  X(deviceGetName, cuDeviceGetName, (char *name, int bytes, epCuDevice device))                                  \
+  X(deviceTotalMem, cuDeviceTotalMem_v2, (size_t * bytes, epCuDevice device))                                    \
+  X(deviceGetAttribute, cuDeviceGetAttribute, (int *value, int attribute, epCuDevice device))                    \
+  X(deviceCanAccessPeer, cuDeviceCanAccessPeer, (int *can, epCuDevice device, epCuDevice peer))                  \
+  X(primaryCtxRetain, cuDevicePrimaryCtxRetain, (epCuContext * context, epCuDevice device))                      \
+  X(primaryCtxRelease, cuDevicePrimaryCtxRelease_v2, (epCuDevice device))                                        \
+  X(ctxGetCurrent, cuCtxGetCurrent, (epCuContext * context))                                                     \
+  X(ctxPushCurrent, cuCtxPushCurrent_v2, (epCuContext context))                                                  \
+  X(ctxPopCurrent, cuCtxPopCurrent_v2, (epCuContext * context))                                                  \
+  X(ctxSynchronize, cuCtxSynchronize, (void))                                                                    \
+  X(memAlloc, cuMemAlloc_v2, (epCuPtr * dev, size_t bytes))                                                      \
+  X(memFree, cuMemFree_v2, (epCuPtr dev))                                                                        \
+  X(memHostAlloc, cuMemHostAlloc, (void **host, size_t bytes, unsigned flags))                                   \
+  X(memHostGetDevicePointer, cuMemHostGetDevicePointer_v2, (epCuPtr * dev, void *host, unsigned flags))          \
+  X(memFreeHost, cuMemFreeHost, (void *host))                                                                    \
+  X(memcpyHtoDAsync, cuMemcpyHtoDAsync_v2, (epCuPtr dst, const void *src, size_t bytes, epCuStream stream))      \
+  X(memcpyDtoHAsync, cuMemcpyDtoHAsync_v2, (void *dst, epCuPtr src, size_t bytes, epCuStream stream))            \
+  X(memsetD8Async, cuMemsetD8Async, (epCuPtr dst, unsigned char value, size_t bytes, epCuStream stream))         \
+  X(pointerGetAttribute, cuPointerGetAttribute, (void *value, int attribute, epCuPtr ptr))                       \
+  X(pointerGetAttributes, cuPointerGetAttributes, (unsigned count, int *attributes, void **values, epCuPtr ptr)) \
+  X(streamCreate, cuStreamCreate, (epCuStream * stream, unsigned flags))                                         \
+  X(streamDestroy, cuStreamDestroy_v2, (epCuStream stream))                                                      \
+  X(streamQuery, cuStreamQuery, (epCuStream stream))                                                             \
+  X(streamSynchronize, cuStreamSynchronize, (epCuStream stream))                                                 \
+  X(streamIsCapturing, cuStreamIsCapturing, (epCuStream stream, int *status))                                    \
+  X(threadExchangeCaptureMode, cuThreadExchangeStreamCaptureMode, (int *mode))                                   \
+  X(moduleLoadData, cuModuleLoadData, (epCuModule * module, const void *image))                                  \
+  X(moduleUnload, cuModuleUnload, (epCuModule module))                                                           \
+  X(moduleGetFunction, cuModuleGetFunction, (epCuFunction * function, epCuModule module, const char *name))      \
+  X(funcSetAttribute, cuFuncSetAttribute, (epCuFunction function, int attribute, int value))                     \
+  X(launchKernel, cuLaunchKernel,                                                                                \
+    (epCuFunction function, unsigned gridX, unsigned gridY, unsigned gridZ, unsigned blockX, unsigned blockY,    \
      unsigned blockZ, unsigned smemBytes, epCuStream stream, void **params, void **extra))
 
 /* cuLaunchKernelEx's structs (CUDA 12.0 on), as far as one attribute needs them. */
@@ -96,7 +98,7 @@ typedef struct epCuDriver {
   epCuResult (*funcLoad)(epCuFunction function); /* since 12.4; NULL before */
   epCuResult (*launchKernelEx)(const epCuLaunchConfig *config, epCuFunction function, void **params,
                                void **extra); /* since 12.0; NULL before */
-  int version;                                   /* 1000 * major + 10 * minor: the CUDA version that the driver runs */
+  int version;                                /* 1000 * major + 10 * minor: the CUDA version that the driver runs */
 } epCuDriver;
 
 /* Binds and initialises the driver once; a failure is not remembered, so that a later call may succeed. */

@@ -26,11 +26,15 @@ typedef struct epCuda {
   int stuck; /* such a wait gave up: NCCL's kernel is still on the device, and whatever waits for that would hang */
 } epCuda;
 
-/* Between the two the backend's context is current, whatever device the caller works on, and this thread may allocate
- * while some stream is captured. `scope` remembers what to put back. */
+/* Between Current and Restore the backend's context is current, whatever device the caller works on: what every call of
+ * an operation needs, so nothing is done where it is current already, as it is for most callers. `scope` remembers what
+ * to put back. */
 typedef struct epCudaScope {
-  int captureMode;
+  int pushed, captureMode;
 } epCudaScope;
+ncclResult_t epCudaCurrent(epCuda *be, epCudaScope *scope);
+void epCudaRestore(epCuda *be, const epCudaScope *scope);
+/* The same, and this thread may allocate and wait while some stream is captured. */
 ncclResult_t epCudaEnter(epCuda *be, epCudaScope *scope);
 void epCudaLeave(epCuda *be, const epCudaScope *scope);
 

@@ -177,7 +177,8 @@ void epCudaKernelsRelease(epCuda *be) {
 
 /* From SM90 on every kernel begins by waiting for those before it (prim.h, grid_wait), so its blocks may take their places
  * while the kernel before is still running: 2 to 3 us less between two kernels. Graphs record such launches since 12.3. */
-static epCuResult launchOverlapped(epCuda *be, epKernel *kernel, const epLaunch *l, cudaStream_t stream, void **params) {
+static epCuResult launchOverlapped(epCuda *be, epKernel *kernel, const epLaunch *l, cudaStream_t stream,
+                                   void **params) {
   epCuLaunchAttribute attribute = {.id = EP_CU_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION};
   epCuLaunchConfig config = {l->blocks, 1, 1, l->threads, 1, 1, l->smemBytes, stream, &attribute, 1};
   attribute.value.programmaticStreamSerializationAllowed = 1;
@@ -186,18 +187,18 @@ static epCuResult launchOverlapped(epCuda *be, epKernel *kernel, const epLaunch 
 
 ncclResult_t epCudaLaunch(epBackend *base, epKernel *kernel, const epLaunch *launch, cudaStream_t stream) {
   epCuda *be = (epCuda *)base;
-  epCuContext mine;
+  epCudaScope scope;
   void *params[] = {(void *)(uintptr_t)launch->args};
+  epCuResult rc;
   /* Only the context: a launch is exactly what a capture may record, so the capture mode stays the caller's. */
-  epCuResult rc = be->cu->ctxPushCurrent(be->context);
-  if (rc != EP_CU_SUCCESS)
-    return epCuFail(be->cu, rc, "device %d: its context cannot be made current", be->topology.device);
+  ncclResult_t r = epCudaCurrent(be, &scope);
+  if (r != ncclSuccess) return r;
   if (be->topology.arch >= 90 && be->cu->launchKernelEx && be->cu->version >= 12030)
     rc = launchOverlapped(be, kernel, launch, stream, params);
   else
     rc = be->cu->launchKernel(kernel->loaded->function, launch->blocks, 1, 1, launch->threads, 1, 1, launch->smemBytes,
                               stream, params, NULL);
-  (void)be->cu->ctxPopCurrent(&mine);
+  epCudaRestore(be, &scope);
   if (rc != EP_CU_SUCCESS)
     return epCuFail(be->cu, rc, "launch of %s: %u blocks of %u threads, %u bytes of shared memory, stream %p",
                     epJitEntryName(kernel->loaded->kernelId), launch->blocks, launch->threads, launch->smemBytes,

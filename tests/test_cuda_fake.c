@@ -165,6 +165,8 @@ static fakeLiveFn live;
 static fakeThreadFn thread;
 static fakeLaunchedFn launched;
 static fakeHangFn hang;
+static fakeCallsFn calls;
+static int (*pushContext)(void *context), (*popContext)(void **context);
 static int haveCompiler;
 
 static void bind(void *lib, const char *name, void *slot) {
@@ -400,10 +402,62 @@ static void peersThatStayAway(void **state) {
   assert_int_equal(thread(), 0);
 }
 
+/* What operations ask of the driver, call after call: nothing more than it takes, and the right answer. */
+static void fewDriverCalls(void **state) {
+  (void)state;
+  struct ncclComm comm = {0, 1, &theWorld};
+  epBackend *be = NULL;
+  void *dev = NULL, *context = NULL;
+  int yes = -1, capturing = -1;
+  unsigned before;
+  mine = &comm;
+  assert_int_equal(epCudaBackendOpen(&comm, NULL, &be), ncclSuccess);
+  assert_int_equal(be->ops->alloc(be, &dev, 100), ncclSuccess);
+  assert_int_equal(pushContext(((epCuda *)be)->context), 0); /* as frameworks have it */
+  before = calls();
+  assert_int_equal(be->ops->isDeviceAddress(be, dev, &yes), ncclSuccess);
+  assert_int_equal(yes, 1);
+  assert_int_equal(calls() - before, 2); /* which context, what address */
+  before = calls();
+  assert_int_equal(be->ops->isCapturing(be, NULL, &capturing), ncclSuccess);
+  assert_int_equal(calls() - before, 2);
+  if (haveCompiler) {
+    epConfig config = someConfig();
+    epKernel *kernel = NULL;
+    epUpdateArgs args;
+    epLaunch launch = {1, 64, 0, &args, sizeof(args)};
+    memset(&args, 0, sizeof(args));
+    assert_int_equal(be->ops->kernel(be, EP_KERNEL_UPDATE, &config, &kernel), ncclSuccess);
+    before = calls();
+    assert_int_equal(be->ops->launch(be, kernel, &launch, NULL), ncclSuccess);
+    assert_int_equal(calls() - before, 2);
+  }
+  assert_int_equal(thread(), 1);
+  assert_int_equal(popContext(&context), 0);
+  assert_ptr_equal(context, ((epCuda *)be)->context);
+  /* With another context, or none, the answers are the same and the caller's context comes back. */
+  assert_int_equal(pushContext((void *)0x1001), 0);
+  assert_int_equal(be->ops->isDeviceAddress(be, (void *)0x30, &yes), ncclSuccess); /* pinned host memory */
+  assert_int_equal(yes, 1);
+  assert_int_equal(be->ops->isDeviceAddress(be, (void *)0x40, &yes), ncclSuccess); /* malloc's */
+  assert_int_equal(yes, 0);
+  ((epCuda *)be)->topology.device = 1;
+  assert_int_equal(be->ops->isDeviceAddress(be, dev, &yes), ncclSuccess); /* of another device */
+  assert_int_equal(yes, 0);
+  ((epCuda *)be)->topology.device = 0;
+  assert_int_equal(popContext(&context), 0);
+  assert_ptr_equal(context, (void *)0x1001);
+  assert_int_equal(be->ops->free(be, dev), ncclSuccess);
+  be->ops->destroy(be);
+  assert_int_equal(live(), 0);
+  assert_int_equal(thread(), 0);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(twoRanks), cmocka_unit_test(noWindow),
-                                     cmocka_unit_test(wrongWindow), cmocka_unit_test(anyCallFails),
-                                     cmocka_unit_test(refusals), cmocka_unit_test(peersThatStayAway)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(twoRanks),      cmocka_unit_test(noWindow),
+                                     cmocka_unit_test(wrongWindow),   cmocka_unit_test(anyCallFails),
+                                     cmocka_unit_test(refusals),      cmocka_unit_test(peersThatStayAway),
+                                     cmocka_unit_test(fewDriverCalls)};
   epJit *jit;
   void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (lib) {
@@ -412,8 +466,11 @@ int main(void) {
     bind(lib, "fakeThread", &thread);
     bind(lib, "fakeLaunched", &launched);
     bind(lib, "fakeHang", &hang);
+    bind(lib, "fakeCalls", &calls);
+    bind(lib, "cuCtxPushCurrent_v2", &pushContext);
+    bind(lib, "cuCtxPopCurrent_v2", &popContext);
   }
-  if (!failCall || !live || !thread || !launched || !hang) {
+  if (!failCall || !live || !thread || !launched || !hang || !calls || !pushContext || !popContext) {
     printf("skipped: the fake libcuda.so.1 is not first in LD_LIBRARY_PATH\n");
     return 77;
   }

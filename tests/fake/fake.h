@@ -11,6 +11,8 @@ typedef int (*fakeLiveFn)(void);
 typedef int (*fakeThreadFn)(void);
 /* Launches so far, and the first bytes of the last one's arguments. */
 typedef int (*fakeLaunchedFn)(unsigned *firstWord);
+/* Driver calls that this thread has made. */
+typedef unsigned (*fakeCallsFn)(void);
 /* 1: streams never come to an end, as when a peer does not join. */
 typedef void (*fakeHangFn)(int on);
 

@@ -14,6 +14,9 @@ enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, DEVICES = 2 };
 static atomic_int live, failIn, launches;
 static atomic_uint lastWord;
 static _Thread_local int depth, captureMode;
+enum { DEPTH = 16 };
+static _Thread_local void *stack[DEPTH];
+static _Thread_local unsigned calls;
 
 int fakeFail(int n);
 int fakeFail(int n) { return atomic_exchange(&failIn, n); }
@@ -24,6 +27,8 @@ int fakeThread(void) { return depth + (captureMode ? 1000 : 0); }
 static atomic_int hangs;
 void fakeHang(int on);
 void fakeHang(int on) { hangs = on; }
+unsigned fakeCalls(void);
+unsigned fakeCalls(void) { return calls; }
 int fakeLaunched(unsigned *firstWord);
 int fakeLaunched(unsigned *firstWord) {
   *firstWord = lastWord;
@@ -37,6 +42,7 @@ static int fails(void) {
 }
 #define ENTER()                        \
   do {                                 \
+    calls++;                           \
     if (fails()) return OUT_OF_MEMORY; \
   } while (0)
 #define NEED_CONTEXT()          \
@@ -107,16 +113,21 @@ CALL(cuDevicePrimaryCtxRelease_v2, int device) {
   live--;
   return OK;
 }
+CALL(cuCtxGetCurrent, void **context) {
+  calls++;
+  *context = depth ? stack[depth - 1] : NULL;
+  return OK;
+}
 CALL(cuCtxPushCurrent_v2, void *context) {
   ENTER();
-  if (!context) return INVALID;
-  depth++;
+  if (!context || depth == DEPTH) return INVALID;
+  stack[depth++] = context;
   return OK;
 }
 CALL(cuCtxPopCurrent_v2, void **context) {
+  calls++;
   if (depth == 0) return 201;
-  *context = NULL;
-  depth--;
+  *context = stack[--depth];
   return OK;
 }
 CALL(cuCtxSynchronize, void) {
@@ -175,6 +186,12 @@ CALL(cuPointerGetAttribute, void *value, int attribute, ptr p) {
   *(int *)value = attribute == 2 ? 2 : 0;
   return OK;
 }
+/* Device memory of the first device; host memory; memory of nobody. */
+CALL(cuPointerGetAttributes, unsigned count, int *attributes, void **values, ptr p) {
+  ENTER();
+  for (unsigned i = 0; i < count; i++) *(int *)values[i] = attributes[i] == 2 ? (p == 0x30 ? 1 : p == 0x40 ? 0 : 2) : 0;
+  return OK;
+}
 CALL(cuStreamCreate, void **stream, unsigned flags) {
   NEED_CONTEXT();
   (void)flags;
@@ -204,6 +221,7 @@ CALL(cuStreamIsCapturing, void *stream, int *status) {
   return stream == (void *)0x78 ? 906 : OK;
 }
 CALL(cuThreadExchangeStreamCaptureMode, int *mode) {
+  calls++;
   int old = captureMode;
   captureMode = *mode;
   *mode = old;
