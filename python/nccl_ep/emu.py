@@ -1,0 +1,306 @@
+"""Ranks of the emulated fabric in one process, a thread each, with memory that NumPy reads and writes. What a process
+group is to PyTorch, a `Rank` is here: hand it to ElasticBuffer. `run` makes the ranks and the threads.
+
+    def body(rank):
+        buffer = ElasticBuffer(rank, num_max_tokens_per_rank=16, hidden=64)
+        x = rank.tensor(numpy_array)
+        ...
+    results = emu.run(body, ranks=4)
+"""
+import contextlib
+import ctypes
+import threading
+
+import numpy as np
+
+from . import c_api
+from .core import Array
+from .library import call
+
+# How NumPy holds an element; types it does not have are bits.
+STORAGE = {'int8': np.int8, 'uint8': np.uint8, 'int32': np.int32, 'uint32': np.uint32, 'int64': np.int64,
+           'uint64': np.uint64, 'float16': np.float16, 'float32': np.float32, 'float64': np.float64,
+           'bfloat16': np.uint16, 'float8_e4m3fn': np.uint8, 'float8_e5m2': np.uint8}
+
+
+def to_bfloat16(values):
+    """float32 to the bits of bfloat16, to the nearest, ties to even. No NaN in, none out."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits):
+    return (np.ascontiguousarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+class _Memory:
+    """Bytes of emulated memory. They are freed when the rank next synchronises: a kernel may still use them."""
+
+    def __init__(self, rank, size):
+        pointer = ctypes.c_void_p()
+        call('ncclEpEmuMalloc', rank.comm, pointer, max(1, size), b'python')
+        self.rank = rank
+        self.address = pointer.value
+
+    def __del__(self):
+        if getattr(self, 'address', None):
+            self.rank._garbage.append(self.address)
+
+
+class Tensor:
+    """A dense tensor in emulated memory. bfloat16 and FP8 are bits to NumPy (uint16, uint8)."""
+
+    def __init__(self, rank, shape, dtype, strides=None, elements=None):
+        self.rank, self.shape, self.dtype = rank, tuple(int(n) for n in shape), dtype
+        self.itemsize = c_api.TYPES[dtype][1]
+        self._elements = int(np.prod(self.shape)) if elements is None else elements
+        self._strides = strides
+        self._memory = _Memory(rank, self._elements * self.itemsize)
+        self.address = self._memory.address
+
+    def __len__(self):
+        return self.shape[0]
+
+    def _copy(self, to, source, size):
+        if size:
+            call('ncclEpEmuMemcpy', self.rank.comm, to, source, size, self.rank.current)
+
+    def set(self, values):
+        """Copies from NumPy, in the order of the rank's current stream."""
+        values = np.ascontiguousarray(values, STORAGE[self.dtype])
+        if values.shape != self.shape:
+            raise ValueError('values have shape %s: expected %s' % (values.shape, self.shape))
+        self.rank._pending.append(values)
+        self._copy(self.address, values.ctypes.data, values.nbytes)
+        return self
+
+    def numpy(self):
+        """A copy for NumPy: waits for the rank's current stream, as a framework's copy to the host does."""
+        flat = np.zeros(self._elements, STORAGE[self.dtype])
+        self._copy(flat.ctypes.data, self.address, flat.nbytes)
+        self.rank.wait()
+        if self._strides is None:
+            return flat.reshape(self.shape)
+        return np.lib.stride_tricks.as_strided(flat, self.shape, [s * self.itemsize for s in self._strides]).copy()
+
+    def float(self):
+        """As float32."""
+        values = self.numpy()
+        return from_bfloat16(values) if self.dtype == 'bfloat16' else values.astype(np.float32)
+
+
+class Event:
+    """An event of a rank's streams."""
+
+    def __init__(self, rank):
+        pointer = ctypes.c_void_p()
+        call('ncclEpEmuEventCreate', rank.comm, pointer)
+        self.rank, self.pointer, self._epoch = rank, pointer, rank._epoch
+
+    def record(self, stream):
+        call('ncclEpEmuEventRecord', self.rank.comm, self.pointer, stream)
+        self._epoch = self.rank._epoch
+
+    def wait(self, stream=None):
+        call('ncclEpEmuStreamWaitEvent', self.rank.comm, stream or self.rank.current, self.pointer)
+
+    def query(self):
+        """Whether the rank has synchronised since."""
+        return self.rank._epoch > self._epoch
+
+
+class Rank:
+    """One rank of an emulated communicator; calls come from one thread."""
+
+    def __init__(self, comm, rank, size, num_sms):
+        self.comm, self._rank, self._size, self.num_sms = comm, rank, size, num_sms
+        self.current = None  # the rank's default stream
+        self._garbage, self._pending, self._epoch = [], [], 0
+        self._streams = []
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._size
+
+    def stream(self):
+        """A new stream, for `current`."""
+        pointer = ctypes.c_void_p()
+        call('ncclEpEmuStreamCreate', self.comm, pointer)
+        self._streams.append(pointer)
+        return pointer
+
+    def empty(self, shape, dtype):
+        return Tensor(self, shape, dtype)
+
+    def tensor(self, values, dtype=None):
+        """A tensor with NumPy's values; `dtype` names a type that NumPy lacks and whose bits `values` are. float32 values
+        are rounded to bfloat16 where that is asked for."""
+        values = np.asarray(values)
+        if dtype == 'bfloat16' and values.dtype == np.float32:
+            values = to_bfloat16(values)
+        return Tensor(self, values.shape, dtype or values.dtype.name).set(values)
+
+    def wait(self):
+        """Waits for the current stream."""
+        call('ncclEpEmuStreamSynchronize', self.comm, self.current)
+
+    def synchronize(self):
+        """Waits for all of the rank's streams, and frees what was let go of."""
+        for stream in [None] + self._streams:
+            call('ncclEpEmuStreamSynchronize', self.comm, stream)
+        self._epoch += 1
+        self._pending.clear()
+        garbage, self._garbage = self._garbage, []
+        for address in garbage:
+            call('ncclEpEmuFree', self.comm, address)
+
+    def report(self):
+        """What the fabric's checkers saw: (number of faults, text)."""
+        report = c_api.EmuReport()
+        call('ncclEpEmuGetReport', self.comm, report)
+        return report.faults, report.text.decode(errors='replace')
+
+
+def run(body, ranks=2, domains=1, seed=0, num_sms=8, bulk_copies=True):
+    """Runs body(rank) on a thread for each of domains * ranks emulated ranks, and returns their results. Raises the
+    first exception of a body, and RuntimeError for what the fabric's checkers saw."""
+    size = domains * ranks
+    comms = (ctypes.c_void_p * size)()
+    call('ncclEpEmuCommInitAll', comms, domains, ranks,
+         c_api.EmuOptions(seed=seed, num_sms=num_sms, no_bulk_copies=not bulk_copies))
+    results, failures = [None] * size, []
+
+    def one(index):
+        rank = Rank(comms[index], index, size, num_sms)
+        try:
+            results[index] = body(rank)
+            rank.synchronize()
+        except BaseException as e:  # the caller's thread raises it
+            failures.append(e)
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    report = c_api.EmuReport()
+    call('ncclEpEmuGetReport', comms[0], report)
+    for comm in comms:
+        call('ncclEpEmuCommDestroy', comm)
+    if failures:
+        raise failures[0]
+    if report.faults:
+        raise RuntimeError('the emulated fabric reports %d faults: %s' % (report.faults, report.text.decode()))
+    return results
+
+
+class Operation:
+    """One call's work on the communication stream; see torch_port.Operation."""
+
+    def __init__(self, port, previous_event, asynchronous):
+        self._port, self._asynchronous = port, asynchronous
+        self.stream = port.comm_stream
+        if previous_event is not None:
+            previous_event.event.wait(self.stream)
+        else:
+            port.mark(port.group.current).wait(self.stream)
+        self.end = None
+
+    @contextlib.contextmanager
+    def on_comm_stream(self):
+        rank = self._port.group
+        caller, rank.current = rank.current, self.stream
+        try:
+            yield
+        finally:
+            rank.current = caller
+
+    def allocation(self):
+        return contextlib.nullcontext()
+
+    def finish(self, tensors):
+        self.end = self._port.mark(self.stream)
+        if not self._asynchronous:
+            self.end.wait()
+        self._port.group._pending.extend(tensors)  # alive until the next synchronize
+        return self.end if self._asynchronous else None
+
+
+class Port:
+    """What ElasticBuffer needs of tensors, streams and events, over emulated memory."""
+
+    def __init__(self, group):
+        self.group, self.comm, self.rank, self.size = group, group.comm, group.rank(), group.size()
+        self.comm_stream = group.stream()
+
+    def num_sms(self):
+        return self.group.num_sms
+
+    def mark(self, stream):
+        event = Event(self.group)
+        event.record(stream)
+        return event
+
+    def capture(self):
+        return self.mark(self.group.current)
+
+    def operation(self, previous_event, on_comm_stream, asynchronous):
+        return Operation(self, previous_event, asynchronous)
+
+    def synchronize(self):
+        self.group.synchronize()
+
+    def may_query(self):
+        return True
+
+    def barrier(self, use_comm_stream, with_cpu_sync):
+        raise NotImplementedError('barrier: the emulated fabric has none; Rank.synchronize() waits for this rank')
+
+    @staticmethod
+    def owns(t):
+        return isinstance(t, Tensor)
+
+    @staticmethod
+    def describe(t):
+        return None if t is None else Array(t.address if t._elements else None, t.dtype, t.shape)
+
+    @staticmethod
+    def dtype(t):
+        return t.dtype
+
+    @staticmethod
+    def dense(t):
+        return t._strides is None
+
+    @staticmethod
+    def make_dense(t):
+        return t if t._strides is None else t.rank.tensor(t.numpy(), t.dtype)
+
+    def empty(self, shape, dtype):
+        return self.group.empty(shape, dtype)
+
+    def zeros(self, shape, dtype):
+        return self.group.empty(shape, dtype).set(np.zeros(shape, STORAGE[dtype]))
+
+    def columns(self, rows, width, dtype):
+        stride = (rows + 3) // 4 * 4
+        return Tensor(self.group, (rows, width), dtype, strides=(1, stride), elements=stride * width)
+
+    @staticmethod
+    def copy(to, t):
+        to.set(t.numpy())
+
+    def integers(self, values, shape, dtype):
+        return self.group.tensor(np.array(values[:int(np.prod(shape))], STORAGE[dtype]).reshape(shape), dtype)
+
+    def add(self, t, other):
+        t.set(t.numpy() + other.numpy())
+
+    def source_metadata(self, metadata, received, topk, max_tokens):
+        slot = np.array(metadata.received_slot[:received * topk], np.int32).reshape(received, topk)
+        rank, token = (np.array(v[:received], np.int32) for v in (metadata.source_rank, metadata.source_token))
+        last = np.where(slot >= 0, np.arange(topk, dtype=np.int32), -1).max(axis=1, initial=-1)
+        rows = np.concatenate([(rank * max_tokens + token)[:, None], (rank * topk + last)[:, None], slot], axis=1)
+        return self.group.tensor(rows.astype(np.int32))

@@ -1,0 +1,60 @@
+"""Events as DeepEP V2 has them: EventHandle marks a point of a stream, EventOverlap is what a call returns."""
+
+
+class EventHandle:
+    """A point of a stream. Without an event, one of PyTorch is recorded on the current stream."""
+
+    def __init__(self, event=None):
+        if event is None:
+            import torch
+            event = torch.cuda.Event()
+            event.record()
+        self.event = event
+
+    def current_stream_wait(self):
+        """The current stream waits for the event; the host does not."""
+        self.event.wait()
+
+
+class EventOverlap:
+    """The end of a dispatch or combine. `event` is None unless the call was asynchronous.
+
+        with event:
+            work_of_the_current_stream()   # beside the communication
+        # here the current stream waits for it
+    """
+
+    def __init__(self, event=None, extra_tensors=None):
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self.hook_after_wait = None
+        self._release = False
+
+    def current_stream_wait(self, release_handle=False):
+        if self.event is None:
+            raise RuntimeError('there is no event to wait for: expected one of a call with async_with_compute_stream '
+                               '(else the current stream waits already)')
+        self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook):
+        """`hook` is called once, after the next current_stream_wait()."""
+        if self.hook_after_wait is not None:
+            raise RuntimeError('a hook is registered already: expected at most one')
+        self.hook_after_wait = hook
+
+    def __call__(self, release_handle=False):
+        self._release = release_handle
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.event is not None:
+            self.current_stream_wait(self._release)
+        self._release = False

@@ -1,0 +1,122 @@
+"""EPHandle: the routing of a batch, as dispatch returns it and as cached dispatches and combine take it."""
+
+
+def align(value, alignment):
+    return (value + alignment - 1) // alignment * alignment
+
+
+class Routing:
+    """A C handle, its memory, and the last event that concerns them. What is let go of is put on `retired`, where its
+    buffer finds it: the C handle must live until the streams have passed its last use."""
+
+    def __init__(self, handle, memory, retired):
+        self.handle, self.memory, self.last = handle, memory, None
+        self._retired = retired
+
+    def __del__(self):
+        if self.handle.pointer is not None:
+            self._retired.append((self.handle, self.memory, self.last))
+
+
+class EPHandle:
+    """The routing of one batch and what DeepEP V2's handle tells of it.
+
+    Known at once: do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms, topk_idx (a copy unless
+    do_handle_copy was off), num_recv_tokens, num_expanded_tokens (upper bounds without do_cpu_sync) and
+    num_recv_tokens_per_expert_list (aligned; empty without do_cpu_sync).
+
+    Read when first asked for, by a wait of the host for the routing (local): psum_num_recv_tokens_per_scaleup_rank [R],
+    psum_num_recv_tokens_per_expert [L], num_unaligned_recv_tokens_per_expert [L], recv_src_metadata [N, 2 + K] (source
+    rank * num_max_tokens_per_rank + token; source rank * K + its last choice here; for each choice its row of the
+    output, or -1) and dst_buffer_slot_idx [T, K] (the row at the expert's rank, or -1), all int32."""
+
+    token_metadata_at_forward = None  # of several scale-up domains
+    channel_linked_list = None
+
+    def __init__(self, port, routing, topk_idx, do_expand, num_experts, expert_alignment, num_max_tokens_per_rank,
+                 num_sms, rows_bound):
+        self._port, self._routing = port, routing
+        self.topk_idx = topk_idx
+        self.do_expand = do_expand
+        self.num_experts = num_experts
+        self.expert_alignment = expert_alignment
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_sms = num_sms
+        self.num_recv_tokens = port.size * num_max_tokens_per_rank
+        self.num_expanded_tokens = rows_bound
+        self.num_recv_tokens_per_expert_list = []
+        self._counts = None
+        self._zero_weights = None
+        self._read = {}
+
+    @property
+    def _rows(self):
+        """Rows of dispatch's outputs and combine's inputs."""
+        return self.num_expanded_tokens if self.do_expand else self.num_recv_tokens
+
+    def _know_counts(self):
+        if self._counts is None:
+            self._counts = self._routing.handle.counts()
+        return self._counts
+
+    def _synchronize(self):
+        """Exact counts in place of bounds."""
+        counts = self._know_counts()
+        self.num_recv_tokens = sum(counts.per_source)
+        self.num_recv_tokens_per_expert_list = [align(n, self.expert_alignment) for n in counts.per_expert]
+        self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list)
+
+    def _integers(self, name, values):
+        if name not in self._read:
+            values = values()
+            self._read[name] = self._port.integers(values, (len(values),), 'int32')
+        return self._read[name]
+
+    def _psum_per_expert(self):
+        start, sums = 0, []
+        for n in self._know_counts().per_expert:
+            padded = align(n, self.expert_alignment)
+            sums.append(start + (n if self.do_expand else padded))
+            start += padded
+        return sums
+
+    def _psum_per_rank(self):
+        total, sums = 0, []
+        for n in self._know_counts().per_source:
+            total += n
+            sums.append(total)
+        return sums
+
+    @property
+    def psum_num_recv_tokens_per_scaleup_rank(self):
+        return self._integers('per_rank', self._psum_per_rank)
+
+    @property
+    def psum_num_recv_tokens_per_expert(self):
+        return self._integers('per_expert', self._psum_per_expert)
+
+    @property
+    def num_unaligned_recv_tokens_per_expert(self):
+        return self._integers('unaligned', lambda: self._know_counts().per_expert)
+
+    @property
+    def recv_src_metadata(self):
+        if 'metadata' not in self._read:
+            received = sum(self._know_counts().per_source)
+            self._read['metadata'] = self._port.source_metadata(
+                self._routing.handle.metadata(received), received, self._routing.handle.topk,
+                self.num_max_tokens_per_rank)
+        return self._read['metadata']
+
+    @recv_src_metadata.setter
+    def recv_src_metadata(self, value):
+        self._read['metadata'] = value
+
+    @property
+    def dst_buffer_slot_idx(self):
+        if 'sent' not in self._read:
+            handle = self._routing.handle
+            slots = handle.sent_slots()
+            self._read['sent'] = self._port.integers(slots[:handle.tokens * handle.topk],
+                                                     (handle.tokens, handle.topk), 'int32')
+        return self._read['sent']
