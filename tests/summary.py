@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Counts the tests of a finished `meson test` run, one by one: cmocka programs by their own totals, others as one each.
+"""Counts the tests of a finished `meson test` run, one by one: cmocka and unittest by their own totals, others as one each.
 Prints `PASSED FAILED`, and appends the output of what failed to a log."""
 import json
 import re
@@ -11,6 +11,9 @@ def count(test):
     out = test.get("stdout", "") + "\n" + test.get("stderr", "")
     passed = sum(int(n) for n in re.findall(r"^\[ +PASSED +\] (\d+) test", out, re.M))
     failed = sum(int(n) for n in re.findall(r"^\[ +FAILED +\] (\d+) test", out, re.M))
+    for n, end in re.findall(r"^Ran (\d+) tests? in .*\n\n(?:OK|FAILED)(.*)$", out, re.M):
+        bad = sum(int(m) for m in re.findall(r"(?:failures|errors)=(\d+)", end))
+        passed, failed = passed + int(n) - bad, failed + bad
     if test["result"] in ("OK", "EXPECTEDFAIL"):
         return max(passed, 1), 0
     if test["result"] == "SKIP":
