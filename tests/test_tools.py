@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """What the tools refuse, and how: exit status, and one line on stderr that names the option, its value and what was
 expected. Arguments: ep_bench, ep_demo, ep_precompile."""
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import xml.dom.minidom
 
 bench, demo, precompile = sys.argv[1:4]
 folder = tempfile.mkdtemp(prefix='nccl_ep_tools.')
@@ -60,6 +62,35 @@ refused(['--graph', 'no graphs', 'expected'], '--graph')
 run([0], ['host-update', 'host-dispatch', 'host-combine'], *small, '--host-time')
 refused(['--host-time', 'eager', 'expected'], '--host-time', '--max-recv', '0')
 
+# Beside others, where there are no others; and over SMs. What cannot be measured is said, and reports are whole.
+page, drawing, report = (os.path.join(folder, n) for n in ('c.html', 's.svg', 'c.json'))
+run([0], ['flat:4', 'rank-major:8', 'nccl-all-to-all: not measured', 'link-sm-stores: not measured', 'clocks of rank 1: not'],
+    *small, '--compare=flat:4,rank-major:8', '--iters', '3', '--check', '--json', report, '--plot', page)
+with open(report) as f:
+    rows = json.load(f)['results']
+if [(r['case'], r['operation'], len(r['samples_us']), r['errors']) for r in rows] != [
+        (c, o, 3, 0) for c in ('flat:4', 'rank-major:8') for o in ('dispatch', 'combine')] or not all(
+            r['min_us'] <= r['p10_us'] <= r['median_us'] <= r['p90_us'] <= r['max_us'] for r in rows):
+    failed += 1
+    print('FAIL: --compare --json', rows)
+run([0], ['dispatch', 'errors: 0'], *small, '--sm-curve', '1,2,8', '--check', '--plot', drawing)
+points = xml.dom.minidom.parse(drawing).getElementsByTagName('polyline')
+with open(page) as f:
+    bars = f.read().count("class='o'")
+if [len(p.getAttribute('points').split()) for p in points] != [3, 3] or bars != 4:
+    failed += 1
+    print('FAIL: --plot', points, bars)
+for value in 'flat', 'flat:', ':4', 'flat:4,', 'round:4', 'flat:4,' * 8 + 'flat:4':
+    refused(['--compare=' + value, 'expected'], '--compare=' + value)
+refused(['--tokens x', 'expected'], '--compare=flat:x')
+for option in ['--schedules', '2'], ['--profile-parts'], ['--host-time'], ['--sm-curve', '1']:
+    refused(['--compare', 'expected'], '--compare', *option)
+for value in '', '0', '1,,2', '2000', '1,' * 33:
+    refused(['--sm-curve ' + value, 'expected'], '--sm-curve', value)
+refused(['--sm-curve', 'expected'], '--sm-curve', '1', '--sms', '4')
+run([1], ['NCCL_EP_NUM_SMS=4', 'expected'], *small, '--sm-curve', '1', env={'NCCL_EP_NUM_SMS': '4'})
+refused(['--plot x.png', '.svg or .html'], '--plot', 'x.png')
+
 # Routing files.
 good = '0 7\n' * 8
 run([0], [], *small, '--check', '--routing', file('good', '# ids\n' + good + '-1,\t-1\r\n'))
@@ -75,11 +106,11 @@ refused([folder, 'directory'], '--routing', folder)
 refused(['/nonexistent', 'No such file'], '--routing', '/nonexistent')
 
 # A report that cannot be written is told before anything is measured.
-for path in folder, '/nonexistent/x.json':
-    done = subprocess.run([*small, '--json', path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+for option, path in ('--json', folder), ('--json', '/nonexistent/x.json'), ('--plot', '/nonexistent/x.svg'):
+    done = subprocess.run([*small, option, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if done.returncode != 1 or path not in done.stderr or done.stdout:
         failed += 1
-        print('FAIL: --json', path, done)
+        print('FAIL:', option, path, done)
 
 run([64], ['--tokens x', 'expected'], demo, '--tokens', 'x')
 run([64], ['--backend gpu', 'expected'], demo, '--backend', 'gpu')

@@ -22,7 +22,7 @@ int epBenchHostTimes(epBench *bench, epLayer *layer) {
   unsigned rounds = port->cuda ? ROUNDS : bench->options->iters;
   unsigned before = port->cuda ? WARM_UP : 1;
   for (int i = 0; i < 3 && !port->rank; i++) {
-    rows[i] = epBenchRowOf(bench->result, names[i]);
+    rows[i] = epBenchRowOf(bench->result, "", names[i], 0);
     if (rows[i]) rows[i]->host = 1;
   }
   for (unsigned i = 0; i < before + rounds; i++) {

@@ -50,7 +50,10 @@ enum {
   OPT_LIMITS,
   OPT_PARTS,
   OPT_GRAPH,
-  OPT_HOST_TIME
+  OPT_HOST_TIME,
+  OPT_COMPARE,
+  OPT_SM_CURVE,
+  OPT_PLOT
 };
 
 static const struct argp_option optionTable[] = {
@@ -108,6 +111,13 @@ static const struct argp_option optionTable[] = {
     {"profile-parts", OPT_PARTS, 0, 0, "also time update, dispatch and combine alone and all together", 0},
     {"graph", OPT_GRAPH, 0, 0, "GPUs: check and time replays of CUDA graphs, one for each prepared routing", 0},
     {"host-time", OPT_HOST_TIME, 0, 0, "also time the calls on the host, from call to return", 0},
+    {"compare", OPT_COMPARE, "LAYOUT:TOKENS,...", OPTION_ARG_OPTIONAL,
+     "measure the operations beside the link's limits and NCCL's all-to-all of the same bytes, in turn (default: one "
+     "case, "
+     "of --layout and --tokens)",
+     0},
+    {"sm-curve", OPT_SM_CURVE, "LIST", 0, "measure the operations with each of these numbers of SMs", 0},
+    {"plot", OPT_PLOT, "FILE", 0, "draw the result: FILE.svg or FILE.html", 0},
     {"json", OPT_JSON, "FILE", 0, "write everything to a file, too", 0},
     {0}};
 
@@ -133,6 +143,10 @@ static unsigned choice(const char *text, const char *const *names, const char *o
   argp_error(state, "--%s %s: expected one of %s", option, text, all);
   return 0;
 }
+
+static const char *const layoutNames[] = {"flat", "expert-major", "rank-major", "expert-major-3d", NULL};
+
+const char *epBenchLayoutName(epRefLayout layout) { return layoutNames[layout]; }
 
 static unsigned parseOps(const char *text, struct argp_state *state) {
   if (!strcmp(text, "dispatch")) return EP_OP_DISPATCH;
@@ -165,9 +179,23 @@ static unsigned parseBug(const char *text, struct argp_state *state) {
   return choice(text, names, "bug", state);
 }
 
+static void parseCurve(const char *text, epBenchOptions *o, struct argp_state *state) {
+  const char *at = text;
+  for (o->curveCount = 0;; at++) {
+    char *end;
+    unsigned long value = strtoul(at, &end, 10);
+    if (*at < '0' || *at > '9' || (*end && *end != ',') || value < 1 || value > 1024)
+      argp_error(state, "--sm-curve %s: expected numbers from 1 to 1024 separated by commas", text);
+    if (o->curveCount == EP_BENCH_POINTS)
+      argp_error(state, "--sm-curve %s: expected at most %d numbers", text, EP_BENCH_POINTS);
+    o->curve[o->curveCount++] = (unsigned)value;
+    if (!*end) return;
+    at = end;
+  }
+}
+
 static error_t parseOption(int key, char *text, struct argp_state *state) {
   static const char *const backends[] = {"auto", "cuda", "emu", NULL}, *const algos[] = {"ht", "ll", NULL};
-  static const char *const layouts[] = {"flat", "expert-major", "rank-major", "expert-major-3d", NULL};
   static const char *const scales[] = {"none", "fp32", "ue8m0", NULL}, *const scaleLayouts[] = {"row", "column", NULL};
   static const char *const types[] = {"bf16", "fp16", "fp32", "fp8", NULL}, *const integers[] = {"int64", "int32",
                                                                                                  NULL};
@@ -188,7 +216,7 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     break;
   case OPT_LAYOUT:
     o->layoutGiven = 1;
-    o->layout = (epRefLayout)choice(text, layouts, "layout", state);
+    o->layout = (epRefLayout)choice(text, layoutNames, "layout", state);
     break;
   case OPT_DTYPE:
     o->type = (epRefType)choice(text, types, "dtype", state);
@@ -284,6 +312,19 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
   case OPT_HOST_TIME:
     o->hostTime = 1;
     break;
+  case OPT_COMPARE:
+    o->compare = 1;
+    o->compareText = text;
+    break;
+  case OPT_SM_CURVE:
+    parseCurve(text, o, state);
+    break;
+  case OPT_PLOT:
+    end = strrchr(text, '.');
+    if (!end || (strcmp(end, ".svg") != 0 && strcmp(end, ".html") != 0))
+      argp_error(state, "--plot %s: expected a name that ends in .svg or .html", text);
+    o->plotPath = text;
+    break;
   case ARGP_KEY_ARG:
     argp_error(state, "%s: arguments are options only", text);
     break;
@@ -375,12 +416,12 @@ static int checkFit(const epBenchOptions *o, int ll) {
 }
 
 /* Before anything is measured: after that it would be lost. Only rank 0's process writes the file. */
-static int checkJson(const char *path) {
+static int checkWritable(const char *option, const char *path) {
   epNetPlace place = {0, 0, 0};
   FILE *file;
   if (!path || (epNetPlaceFromEnvironment(&place) > 0 && place.rank != 0)) return 0;
   file = fopen(path, "a");
-  if (!file || fclose(file)) return epToolFail("--json %s: cannot write it: %s", path, strerror(errno));
+  if (!file || fclose(file)) return epToolFail("--%s %s: cannot write it: %s", option, path, strerror(errno));
   return 0;
 }
 
@@ -409,6 +450,17 @@ int epBenchResolve(epBenchOptions *o) {
     return epToolFail("--graph: an eager update waits on the host: expected --max-recv above 0, or without it");
   if (o->hostTime && !o->maxRecv)
     return epToolFail("--host-time: an eager update waits for its counts: expected --max-recv above 0, or without it");
+  if (o->compare && (o->schedules != 1 || o->curveCount || o->limits || o->parts || o->hostTime))
+    return epToolFail(
+        "--compare: a run of its own: expected none of --schedules, --sm-curve, --limits, --profile-parts "
+        "and --host-time beside it");
+  if (o->curveCount && (o->schedules != 1 || o->limits || o->parts || o->hostTime || o->sms))
+    return epToolFail(
+        "--sm-curve: a run of its own: expected none of --schedules, --sms, --limits, --profile-parts and "
+        "--host-time beside it");
+  if (o->curveCount && getenv("NCCL_EP_NUM_SMS"))
+    return epToolFail("--sm-curve: NCCL_EP_NUM_SMS=%s overrides every number of it: expected it unset",
+                      getenv("NCCL_EP_NUM_SMS"));
   o->tokensText = o->tokensText ? o->tokensText : cuda ? "4096" : "16";
   o->hidden = o->hidden ? o->hidden : cuda ? 7168 : 512;
   o->experts = o->experts ? o->experts : cuda ? 256 : 8 * o->ranks;
@@ -432,11 +484,51 @@ int epBenchResolve(epBenchOptions *o) {
   o->route.topk = o->topk;
   o->route.tokensLow = o->tokensLow;
   o->route.tokensHigh = o->tokensHigh;
-  return epRouteParse(o->routingText, &o->route) || checkJson(o->jsonPath) ? -1 : 0;
+  return epRouteParse(o->routingText, &o->route) || checkWritable("json", o->jsonPath) ||
+                 checkWritable("plot", o->plotPath)
+             ? -1
+             : 0;
 }
 
 void epBenchFree(epBenchOptions *o) {
   free(o->tokensLow);
   free(o->tokensHigh);
   epRouteSpecFree(&o->route);
+}
+
+/* ---- Cases ------------------------------------------------------------------------------------------------------ */
+
+int epBenchCases(const epBenchOptions *o, epBenchCase *cases, unsigned *count) {
+  static const char *const wanted = "expected LAYOUT:TOKENS,..., for example flat:4096,rank-major:128";
+  const char *at = o->compareText;
+  for (*count = 0; at; (*count)++) {
+    epBenchCase *c = &cases[*count];
+    const char *colon = strchr(at, ':'), *comma = strchr(at, ',');
+    size_t length = comma ? (size_t)(comma - at) : strlen(at), name = colon ? (size_t)(colon - at) : 0;
+    int layout = 0;
+    if (*count == EP_BENCH_CASES)
+      return epToolFail("--compare=%s: expected at most %d cases", o->compareText, EP_BENCH_CASES);
+    while (layoutNames[layout] && (strlen(layoutNames[layout]) != name || strncmp(at, layoutNames[layout], name) != 0))
+      layout++;
+    if (!name || name + 1 >= length || length - name - 1 >= sizeof(c->tokens) || !layoutNames[layout])
+      return epToolFail("--compare=%s: %.*s: %s", o->compareText, (int)length, at, wanted);
+    c->options = *o;
+    c->options.layout = (epRefLayout)layout;
+    c->options.layoutGiven = 1;
+    c->options.algo = -1;
+    if (layout != EP_REF_EXPERT_MAJOR) c->options.align = UINT_MAX;
+    snprintf(c->tokens, sizeof(c->tokens), "%.*s", (int)(length - name - 1), colon + 1);
+    c->options.tokensText = c->tokens;
+    at = comma ? comma + 1 : NULL;
+  }
+  if (!o->compareText) {
+    cases[0].options = *o;
+    *count = 1;
+  }
+  for (unsigned i = 0; i < *count; i++) {
+    if (epBenchResolve(&cases[i].options)) return -1;
+    snprintf(cases[i].label, sizeof(cases[i].label), "%s:%.16s", layoutNames[cases[i].options.layout],
+             cases[i].options.tokensText);
+  }
+  return 0;
 }

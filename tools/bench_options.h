@@ -7,6 +7,9 @@
 #include "layer.h"
 #include "reference.h"
 
+#define EP_BENCH_CASES 8   /* of --compare */
+#define EP_BENCH_POINTS 32 /* of --sm-curve */
+
 enum { EP_OP_DISPATCH = 1, EP_OP_COMBINE = 2 };
 
 typedef struct epBenchOptions {
@@ -25,7 +28,11 @@ typedef struct epBenchOptions {
   unsigned long long seed;
   unsigned schedules, sms, warmup, iters;
   int check, backward, index32, noFused, limits, parts, graph, hostTime;
-  long long maxRecv; /* -1: worst case; 0: eager */
+  long long maxRecv;                           /* -1: worst case; 0: eager */
+  int compare;                                 /* beside others' transfers, interleaved */
+  const char *compareText;                     /* its cases; NULL: the run's own layout and tokens */
+  unsigned curve[EP_BENCH_POINTS], curveCount; /* SMs of --sm-curve */
+  const char *plotPath;
   char command[1024];
 } epBenchOptions;
 
@@ -34,5 +41,13 @@ int epBenchParse(int argc, char **argv, epBenchOptions *options);
 /* Fills in what depends on the number of ranks and on the backend. */
 int epBenchResolve(epBenchOptions *options);
 void epBenchFree(epBenchOptions *options);
+const char *epBenchLayoutName(epRefLayout layout);
+/* The options of each case of --compare, not resolved yet, and their labels. tokens: storage for the cases' texts. -1
+ * after telling what is wrong. */
+typedef struct epBenchCase {
+  epBenchOptions options;
+  char label[40], tokens[24];
+} epBenchCase;
+int epBenchCases(const epBenchOptions *options, epBenchCase *cases, unsigned *count);
 
 #endif

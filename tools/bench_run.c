@@ -119,10 +119,10 @@ static traffic trafficOf(const epBench *bench, int combine) {
   return sum;
 }
 
-/* The row of an operation, for the rank that keeps the result; NULL for the others. */
-static epBenchRow *rowFor(epBench *bench, epPort *port, const char *name) {
+epBenchRow *epBenchRowFor(epBench *bench, epLayer *layer, const char *name) {
   traffic t = trafficOf(bench, !strncmp(name, "combine", strlen("combine")));
-  epBenchRow *row = port->rank ? NULL : epBenchRowOf(bench->result, name);
+  unsigned sms = bench->options->curveCount ? layer->config.sms : 0;
+  epBenchRow *row = layer->port->rank ? NULL : epBenchRowOf(bench->result, bench->label, name, sms);
   if (row) {
     row->algBytes = t.alg;
     row->busBytes = t.bus;
@@ -132,6 +132,12 @@ static epBenchRow *rowFor(epBench *bench, epPort *port, const char *name) {
 }
 
 /* ---- Header ----------------------------------------------------------------------------------------------------- */
+
+static void tellCase(const epBench *bench, const ncclEpGroupProperties_t *p, const ncclEpBufferSize_t *sizes) {
+  printf("# case %s: window %zu, handle %zu bytes; SMs: update %d, dispatch %d, combine %d\n", bench->label,
+         p->window_bytes, sizes->handle_bytes, p->num_sms_update, p->num_sms_dispatch, p->num_sms_combine);
+  fflush(stdout);
+}
 
 static int collectHeader(epBench *bench, epLayer *layer) {
   const epBenchOptions *o = bench->options;
@@ -164,6 +170,7 @@ static int collectHeader(epBench *bench, epLayer *layer) {
   }
   if (port->rank || bench->headerPrinted) {
     free(all);
+    if (!port->rank && *bench->label) tellCase(bench, &properties, &sizes);
     return 0;
   }
   bench->result->ranks = all;
@@ -174,6 +181,7 @@ static int collectHeader(epBench *bench, epLayer *layer) {
   snprintf(bench->result->versions, sizeof(bench->result->versions), "%s", epFabricVersions(bench->fabric));
   bench->headerPrinted = 1;
   epBenchPrintHeader(bench->result);
+  if (*bench->label) tellCase(bench, &properties, &sizes);
   return 0;
 }
 
@@ -189,13 +197,14 @@ static int settle(epLayer *layer, const epCheckCase *what) {
 }
 
 /* Adds the ranks' failures since `before` to an operation's row. */
-static int attribute(epBench *bench, epPort *port, const char *name, unsigned before) {
+static int attribute(epBench *bench, epLayer *layer, const char *name, unsigned before) {
+  epPort *port = layer->port;
   unsigned mine = epToolFailuresHere() - before, *all = calloc((size_t)port->ranks, sizeof(*all));
   epBenchRow *row;
   int rc = -1;
   if (!all) return epToolFail("out of host memory");
   if (epPortGather(port, &mine, all, sizeof(mine))) goto done;
-  row = rowFor(bench, port, name);
+  row = epBenchRowFor(bench, layer, name);
   for (int r = 0; row && r < port->ranks; r++) row->errors = (row->errors == -1u ? 0 : row->errors) + all[r];
   rc = 0;
 done:
@@ -219,11 +228,10 @@ static int checkForward(epBench *bench, epLayer *layer, unsigned routing, hashes
       settle(layer, &what))
     return -1;
   if (epCheckCounts(layer, &what) || epCheckMetadata(layer, &what) ||
-      epCheckDispatch(layer, &what, EP_DATA_TOKEN, 0, &h->dispatch) ||
-      attribute(bench, layer->port, "dispatch", before))
+      epCheckDispatch(layer, &what, EP_DATA_TOKEN, 0, &h->dispatch) || attribute(bench, layer, "dispatch", before))
     return -1;
   before = epToolFailuresHere();
-  return epCheckCombine(layer, &what, 0, &h->combine) || attribute(bench, layer->port, "combine", before) ? -1 : 0;
+  return epCheckCombine(layer, &what, 0, &h->combine) || attribute(bench, layer, "combine", before) ? -1 : 0;
 }
 
 /* Along the record that the forward pass left. */
@@ -236,12 +244,11 @@ static int checkBackward(epBench *bench, epLayer *layer, unsigned routing, hashe
       epLayerRun(layer, EP_PART_COMBINE | EP_PART_BACKWARD, routing) || settle(layer, &what))
     return -1;
   if (epCheckDispatch(layer, &what, EP_DATA_GRADIENT, 1, &h->dispatchBackward) ||
-      attribute(bench, layer->port, "dispatch-bwd", before))
+      attribute(bench, layer, "dispatch-bwd", before))
     return -1;
   before = epToolFailuresHere();
-  return epCheckCombine(layer, &what, 1, &h->combineBackward) || attribute(bench, layer->port, "combine-bwd", before)
-             ? -1
-             : 0;
+  return epCheckCombine(layer, &what, 1, &h->combineBackward) || attribute(bench, layer, "combine-bwd", before) ? -1
+                                                                                                                : 0;
 }
 
 /* Makes every call once, outside of graphs: capturing compiles no kernel. */
@@ -286,14 +293,13 @@ done:
   return rc;
 }
 
-/* Between the port's first two marks. */
-static int keepSample(epPort *port, epBenchRow *row) {
+int epBenchKeepMarks(epPort *port, epBenchRow *row) {
   double mine = 0;
   return epPortElapsed(port, 0, 1, &mine) || epBenchKeep(port, row, mine) ? -1 : 0;
 }
 
 /* An asynchronous error is a failure unless a routing of this run exceeds --max-recv, which asks for it. */
-static int checkTimedErrors(epBench *bench, epLayer *layer) {
+int epBenchSettled(epBench *bench, epLayer *layer) {
   ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
   int rank = layer->port->rank, overflow = 0;
   ncclResult_t rc = ncclEpGetErrorInfo(layer->group, &info);
@@ -305,26 +311,30 @@ static int checkTimedErrors(epBench *bench, epLayer *layer) {
   return epToolFail("rank %d: asynchronous error: %s", rank, info.text);
 }
 
-static int timeParts(epBench *bench, epLayer *layer, const char *name, unsigned parts) {
+int epBenchTimeOnce(epBench *bench, epLayer *layer, epBenchRow *row, unsigned parts, unsigned i) {
   const epBenchOptions *o = bench->options;
   epPort *port = layer->port;
-  epBenchRow *row = rowFor(bench, port, name);
-  for (unsigned i = 0; i < o->warmup + o->iters; i++) {
-    unsigned routing = i % bench->routings;
-    /* Eager updates wait on the host for their counts; the first call may load a kernel, and the first replay a graph,
-     * which can wait for the stream. */
-    int hold = i >= (o->graph ? bench->routings : 1) && bench->layer.budget;
-    if (!(parts & EP_PART_UPDATE) && epLayerUpdate(layer, routing)) return -1;
-    /* Low latency's routing is complete after a dispatch. */
-    if (!(parts & (EP_PART_UPDATE | EP_PART_DISPATCH)) && epLayerIsLl(&layer->config) && epLayerDispatch(layer, 0))
-      return -1;
-    if (epLayerReady(layer, parts, routing) || epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port)))
-      return -1;
-    if (epPortMark(port, 0) || epLayerRun(layer, parts, routing) || epPortMark(port, 1)) return -1;
-    if ((hold && epPortRelease(port)) || epPortSync(port)) return -1;
-    if (i >= o->warmup && keepSample(port, row)) return -1;
-  }
-  return checkTimedErrors(bench, layer);
+  unsigned routing = i % bench->routings;
+  /* Eager updates wait on the host for their counts; the first call may load a kernel, and the first replay a graph,
+   * which can wait for the stream. */
+  int hold = i >= (o->graph ? bench->routings : 1) && bench->layer.budget;
+  if (!(parts & EP_PART_UPDATE) && epLayerUpdate(layer, routing)) return -1;
+  /* Low latency's routing is complete after a dispatch. */
+  if (!(parts & (EP_PART_UPDATE | EP_PART_DISPATCH)) && epLayerIsLl(&layer->config) && epLayerDispatch(layer, 0))
+    return -1;
+  if (epLayerReady(layer, parts, routing) || epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port)))
+    return -1;
+  if (epPortMark(port, 0) || epLayerRun(layer, parts, routing) || epPortMark(port, 1)) return -1;
+  if ((hold && epPortRelease(port)) || epPortSync(port)) return -1;
+  return i >= o->warmup && epBenchKeepMarks(port, row) ? -1 : 0;
+}
+
+static int timeParts(epBench *bench, epLayer *layer, const char *name, unsigned parts) {
+  const epBenchOptions *o = bench->options;
+  epBenchRow *row = epBenchRowFor(bench, layer, name);
+  for (unsigned i = 0; i < o->warmup + o->iters; i++)
+    if (epBenchTimeOnce(bench, layer, row, parts, i)) return -1;
+  return epBenchSettled(bench, layer);
 }
 
 /* Inputs for every routing, so that no iteration reads memory that nothing wrote. */
@@ -360,7 +370,7 @@ static int timeCopy(epBench *bench, epLayer *layer, const char *name, void *to, 
                     int crosses) {
   const epBenchOptions *o = bench->options;
   epPort *port = layer->port;
-  epBenchRow *row = port->rank ? NULL : epBenchRowOf(bench->result, name);
+  epBenchRow *row = port->rank ? NULL : epBenchRowOf(bench->result, "", name, 0);
   if (row) {
     row->algBytes = bytes;
     row->busBytes = crosses ? bytes : 0;
@@ -370,7 +380,7 @@ static int timeCopy(epBench *bench, epLayer *layer, const char *name, void *to, 
         epPortCopyAsync(port, to, from, (size_t)bytes) || epPortMark(port, 1) || epPortRelease(port) ||
         epPortSync(port))
       return -1;
-    if (i >= o->warmup && keepSample(port, row)) return -1;
+    if (i >= o->warmup && epBenchKeepMarks(port, row)) return -1;
   }
   return 0;
 }
@@ -416,6 +426,23 @@ static int tellAll(epPort *port) {
   return 0;
 }
 
+int epBenchBegin(epBench *bench, epLayer *layer) {
+  const epBenchOptions *o = bench->options;
+  int rc = collectHeader(bench, layer);
+  if (!rc && o->graph) rc = warmCalls(bench, layer);
+  if (!rc && o->check) rc = checkAll(bench, layer);
+  return !rc && (o->iters || o->hostTime) ? uploadAll(bench, layer) : rc;
+}
+
+int epBenchEnd(epLayer *layer, int rc) {
+  epPort *port = layer->port;
+  if (!rc) rc = tellAll(port);
+  rc |= epPortFaults(port);
+  if (rc) epPortAbort(port); /* closing is collective: let the others come to it */
+  rc |= epLayerClose(layer);
+  return rc ? -1 : 0;
+}
+
 int epBenchRun(epPort *port, void *context) {
   epBench *bench = context;
   const epBenchOptions *o = bench->options;
@@ -425,15 +452,9 @@ int epBenchRun(epPort *port, void *context) {
     epPortFaults(port);
     return -1;
   }
-  rc = collectHeader(bench, layer);
-  if (!rc && o->graph) rc = warmCalls(bench, layer);
-  if (!rc && o->check) rc = checkAll(bench, layer);
-  if (!rc && o->iters) rc = uploadAll(bench, layer) || timeAll(bench, layer);
-  if (!rc && o->hostTime) rc = uploadAll(bench, layer) || epBenchHostTimes(bench, layer);
+  rc = epBenchBegin(bench, layer);
+  if (!rc && o->iters) rc = timeAll(bench, layer);
+  if (!rc && o->hostTime) rc = epBenchHostTimes(bench, layer);
   if (!rc && o->limits) rc = timeLimits(bench, layer);
-  if (!rc) rc = tellAll(port);
-  rc |= epPortFaults(port);
-  if (rc) epPortAbort(port); /* closing is collective: let the others come to it */
-  rc |= epLayerClose(layer);
-  return rc ? -1 : 0;
+  return epBenchEnd(layer, rc);
 }

@@ -17,6 +17,7 @@ typedef struct epBench {
   epRef *ref[EP_LAYER_ROUTINGS];
   epLayerConfig layer;
   int headerPrinted;
+  char label[EP_BENCH_LABEL]; /* of its rows, when several are compared */
 } epBench;
 
 /* Makes routings and references for one seed; frees them. */
@@ -24,6 +25,17 @@ int epBenchPrepare(epBench *bench, uint64_t seed);
 void epBenchRelease(epBench *bench);
 /* Body of epFabricRun; `context` is an epBench. */
 int epBenchRun(epPort *port, void *context);
+
+/* The pieces of a run, for those who put them together otherwise. All are collective; -1 ends the run. */
+int epBenchBegin(epBench *bench, epLayer *layer); /* header, checks where asked for, inputs of every routing */
+/* One iteration of some calls (EP_PART_*); a sample of the row once i has reached --warmup. */
+int epBenchTimeOnce(epBench *bench, epLayer *layer, epBenchRow *row, unsigned parts, unsigned i);
+/* The row of an operation, for the rank that keeps the result; NULL for the others. */
+epBenchRow *epBenchRowFor(epBench *bench, epLayer *layer, const char *name);
+int epBenchSettled(epBench *bench, epLayer *layer); /* no asynchronous error but those the routing asks for */
+/* Ends each rank's body: failures told to all, faults of the emulated fabric, the layer closed. */
+int epBenchEnd(epLayer *layer, int rc);
+int epBenchKeepMarks(epPort *port, epBenchRow *row); /* a sample: the time between the port's first two marks */
 /* The largest of the ranks' microseconds becomes a sample of the row, where this rank has it (else NULL). Collective. */
 int epBenchKeep(epPort *port, epBenchRow *row, double mine);
 

@@ -53,7 +53,11 @@ static void openNccl(void) {
       bind(library, "ncclCommInitRank", &nccl.commInitRank, ncclReason, sizeof(ncclReason)) ||
       bind(library, "ncclCommDestroy", &nccl.commDestroy, ncclReason, sizeof(ncclReason)) ||
       bind(library, "ncclCommAbort", &nccl.commAbort, ncclReason, sizeof(ncclReason)) ||
-      bind(library, "ncclGetErrorString", &nccl.getErrorString, ncclReason, sizeof(ncclReason)))
+      bind(library, "ncclGetErrorString", &nccl.getErrorString, ncclReason, sizeof(ncclReason)) ||
+      bind(library, "ncclGroupStart", &nccl.groupStart, ncclReason, sizeof(ncclReason)) ||
+      bind(library, "ncclGroupEnd", &nccl.groupEnd, ncclReason, sizeof(ncclReason)) ||
+      bind(library, "ncclSend", &nccl.send, ncclReason, sizeof(ncclReason)) ||
+      bind(library, "ncclRecv", &nccl.receive, ncclReason, sizeof(ncclReason)))
     return;
 }
 

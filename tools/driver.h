@@ -27,6 +27,7 @@ typedef struct epNcclId {
 #define EP_CU_IPC_LAZY_PEER 1u
 #define EP_CU_CAPTURE_THREAD_LOCAL 1
 #define EP_CU_ATTR_SMS 16
+#define EP_NCCL_BYTES 1 /* ncclUint8 */
 #define EP_CU_ATTR_MAJOR 75
 #define EP_CU_ATTR_MINOR 76
 
@@ -68,6 +69,12 @@ typedef struct epNcclId {
   X(eventDestroy, "cuEventDestroy_v2", (epCuEvent event))                                                             \
   X(eventRecord, "cuEventRecord", (epCuEvent event, epCuStream stream))                                               \
   X(eventElapsed, "cuEventElapsedTime", (float *milliseconds, epCuEvent start, epCuEvent end))                        \
+  X(moduleLoadData, "cuModuleLoadData", (void **module, const void *image))                                           \
+  X(moduleUnload, "cuModuleUnload", (void *module))                                                                   \
+  X(moduleGetFunction, "cuModuleGetFunction", (void **function, void *module, const char *name))                      \
+  X(launchKernel, "cuLaunchKernel",                                                                                   \
+    (void *function, unsigned gridX, unsigned gridY, unsigned gridZ, unsigned blockX, unsigned blockY,                \
+     unsigned blockZ, unsigned smemBytes, epCuStream stream, void **params, void **extra))                            \
   X(errorString, "cuGetErrorString", (epCuResult error, const char **text))
 
 typedef struct epDriver {
@@ -83,6 +90,10 @@ typedef struct epNccl {
   int (*commDestroy)(void *comm);
   int (*commAbort)(void *comm);
   const char *(*getErrorString)(int result);
+  int (*groupStart)(void);
+  int (*groupEnd)(void);
+  int (*send)(const void *from, size_t count, int type, int peer, void *comm, void *stream);
+  int (*receive)(void *to, size_t count, int type, int peer, void *comm, void *stream);
 } epNccl;
 
 /* The driver with cuInit done, or NULL and why not. Opened once, never closed. */

@@ -263,7 +263,7 @@ static int openStart(epFabric *fabric, epPort *port) {
 static int openRank(epPort *port, void *unused) {
   epFabric *fabric = port->fabric;
   const epDriver *d = fabric->driver;
-  char name[96] = "", bus[32] = "";
+  char name[96] = "";
   epCuDevice device;
   epCuStream stream;
   void *comm = NULL;
@@ -273,11 +273,11 @@ static int openRank(epPort *port, void *unused) {
       toldCu(port, d->contextRetain(&port->context, device), "cuDevicePrimaryCtxRetain") ||
       toldCu(port, d->contextSet(port->context), "cuCtxSetCurrent") ||
       toldCu(port, d->deviceName(name, sizeof(name), device), "cuDeviceGetName") ||
-      toldCu(port, d->devicePciBusId(bus, sizeof(bus), device), "cuDeviceGetPCIBusId") ||
+      toldCu(port, d->devicePciBusId(port->bus, sizeof(port->bus), device), "cuDeviceGetPCIBusId") ||
       toldCu(port, d->streamCreate(&stream, EP_CU_STREAM_NON_BLOCKING), "cuStreamCreate"))
     return -1;
   port->stream = (cudaStream_t)stream;
-  snprintf(port->name, sizeof(port->name), "device %d [%s] %s", port->device, bus, name);
+  snprintf(port->name, sizeof(port->name), "device %d [%s] %s", port->device, port->bus, name);
   for (int i = 0; i < EP_PORT_EVENTS; i++)
     if (toldCu(port, d->eventCreate(&port->events[i], EP_CU_EVENT_DEFAULT), "cuEventCreate")) return -1;
   if (fabric->net && openStart(fabric, port)) return -1;

@@ -34,6 +34,7 @@ typedef struct epPort {
   ncclComm_t comm;
   cudaStream_t stream;
   char name[160]; /* device, for people */
+  char bus[32];   /* its PCI bus id; empty: emulated */
   /* backend's own */
   void *context;
   void *events[EP_PORT_EVENTS];
