@@ -14,6 +14,7 @@
 /* A rank's half of a case. */
 typedef struct side {
   epBench *bench;
+  epPort *port;
   epLayer *layer;
   epTransfer *transfer;
   epBenchRow *transferRow[EP_TRANSFERS], *dispatchRow, *combineRow;
@@ -23,8 +24,8 @@ typedef struct side {
 static void countBytes(side *s, unsigned routing) {
   const epRef *ref = s->bench->ref[routing];
   size_t row = epLayerRowBytes(&s->bench->layer) + epLayerScaleBytes(&s->bench->layer);
-  int mine = s->layer->port->rank;
-  for (int r = 0; r < s->layer->port->ranks; r++) {
+  int mine = s->port->rank;
+  for (int r = 0; r < s->port->ranks; r++) {
     s->send[r] = (size_t)ref->rank[r].perSource[mine] * row;
     s->receive[r] = (size_t)ref->rank[mine].perSource[r] * row;
   }
@@ -32,9 +33,9 @@ static void countBytes(side *s, unsigned routing) {
 
 static int timeTransfer(side *s, epTransferKind kind, unsigned i) {
   const epBenchOptions *o = s->bench->options;
-  epPort *port = s->layer->port;
+  epPort *port = s->port;
   /* NCCL connects ranks at its first use, which is no work of the stream. */
-  int hold = i >= s->bench->routings || (i && kind != EP_TRANSFER_ALL_TO_ALL);
+  int hold = i > 1 || (i && kind != EP_TRANSFER_ALL_TO_ALL);
   countBytes(s, i % s->bench->routings);
   if (epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port)) || epPortMark(port, 0) ||
       epTransferQueue(s->transfer, kind, s->send, s->receive) || epPortMark(port, 1) || (hold && epPortRelease(port)) ||
@@ -45,6 +46,7 @@ static int timeTransfer(side *s, epTransferKind kind, unsigned i) {
 
 static int openSide(side *s, epPort *port, epBench *bench) {
   s->bench = bench;
+  s->port = port;
   s->send = calloc((size_t)port->ranks, sizeof(*s->send));
   s->receive = calloc((size_t)port->ranks, sizeof(*s->receive));
   if (!s->send || !s->receive) return epToolFail("out of host memory");
@@ -68,14 +70,14 @@ static void makeRows(side *s) {
   unsigned ops = s->bench->options->ops;
   s->dispatchRow = ops & EP_OP_DISPATCH ? epBenchRowFor(s->bench, s->layer, "dispatch") : NULL;
   s->combineRow = ops & EP_OP_COMBINE ? epBenchRowFor(s->bench, s->layer, "combine") : NULL;
-  for (int k = 0; k < EP_TRANSFERS && !s->layer->port->rank; k++) {
+  for (int k = 0; k < EP_TRANSFERS && !s->port->rank; k++) {
     const epBenchRow *like = s->dispatchRow ? s->dispatchRow : s->combineRow;
     if (*s->transfer->missing[k]) {
       tellMissing(result, (epTransferKind)k, s->transfer->missing[k]);
       continue;
     }
     s->transferRow[k] = epBenchRowOf(result, s->bench->label, epTransferName((epTransferKind)k), 0);
-    if (s->transferRow[k]) s->transferRow[k]->algBytes = s->transferRow[k]->busBytes = like->busBytes;
+    if (s->transferRow[k] && like) s->transferRow[k]->algBytes = s->transferRow[k]->busBytes = like->busBytes;
   }
 }
 
@@ -106,7 +108,8 @@ int epBenchCompare(epPort *port, void *context) {
   const epBenchOptions *o = c->cases[0].options;
   side *sides = calloc(c->count, sizeof(*sides));
   epClocks clocks;
-  int rc = sides ? 0 : epToolFail("out of host memory");
+  int rc = 0;
+  if (!sides) return epToolFail("out of host memory");
   memset(&clocks, 0, sizeof(clocks));
   if (!port->cuda) snprintf(clocks.missing, sizeof(clocks.missing), "the emulated fabric has none");
   for (unsigned i = 0; i < c->count && !rc; i++) {
@@ -119,7 +122,7 @@ int epBenchCompare(epPort *port, void *context) {
   }
   for (unsigned s = 0; s < c->count && !rc; s++) rc = epBenchSettled(sides[s].bench, sides[s].layer);
   if (!rc) rc = keepClocks(port, c->cases[0].result, &clocks);
-  for (unsigned s = 0; sides && s < c->count; s++) {
+  for (unsigned s = 0; s < c->count; s++) {
     if (rc) epPortAbort(port);
     epTransferClose(sides[s].transfer);
     if (sides[s].layer) rc |= epBenchEnd(sides[s].layer, rc);

@@ -13,10 +13,10 @@ typedef struct epBench {
   epFabric *fabric;
   uint64_t seed; /* of this schedule */
   unsigned routings;
+  int headerPrinted;
   epRouting routing[EP_LAYER_ROUTINGS];
   epRef *ref[EP_LAYER_ROUTINGS];
   epLayerConfig layer;
-  int headerPrinted;
   char label[EP_BENCH_LABEL]; /* of its rows, when several are compared */
 } epBench;
 
