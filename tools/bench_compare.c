@@ -16,7 +16,7 @@ typedef struct side {
   epBench *bench;
   epPort *port;
   epLayer *layer;
-  epTransfer *transfer;
+  epTransfer transfer;
   epBenchRow *transferRow[EP_TRANSFERS], *dispatchRow, *combineRow;
   size_t *send, *receive; /* [ranks] bytes of the iteration's routing */
 } side;
@@ -38,8 +38,8 @@ static int timeTransfer(side *s, epTransferKind kind, unsigned i) {
   int hold = i > 1 || (i && kind != EP_TRANSFER_ALL_TO_ALL);
   countBytes(s, i % s->bench->routings);
   if (epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port)) || epPortMark(port, 0) ||
-      epTransferQueue(s->transfer, kind, s->send, s->receive) || epPortMark(port, 1) || (hold && epPortRelease(port)) ||
-      epPortSync(port))
+      epTransferQueue(&s->transfer, kind, s->send, s->receive) || epPortMark(port, 1) ||
+      (hold && epPortRelease(port)) || epPortSync(port))
     return -1;
   return i >= o->warmup && epBenchKeepMarks(port, s->transferRow[kind]) ? -1 : 0;
 }
@@ -72,8 +72,8 @@ static void makeRows(side *s) {
   s->combineRow = ops & EP_OP_COMBINE ? epBenchRowFor(s->bench, s->layer, "combine") : NULL;
   for (int k = 0; k < EP_TRANSFERS && !s->port->rank; k++) {
     const epBenchRow *like = s->dispatchRow ? s->dispatchRow : s->combineRow;
-    if (*s->transfer->missing[k]) {
-      tellMissing(result, (epTransferKind)k, s->transfer->missing[k]);
+    if (*s->transfer.missing[k]) {
+      tellMissing(result, (epTransferKind)k, s->transfer.missing[k]);
       continue;
     }
     s->transferRow[k] = epBenchRowOf(result, s->bench->label, epTransferName((epTransferKind)k), 0);
@@ -84,7 +84,7 @@ static void makeRows(side *s) {
 static int iterate(side *s, unsigned i) {
   unsigned ops = s->bench->options->ops;
   for (int k = 0; k < EP_TRANSFERS; k++)
-    if (!*s->transfer->missing[k] && timeTransfer(s, (epTransferKind)k, i)) return -1;
+    if (!*s->transfer.missing[k] && timeTransfer(s, (epTransferKind)k, i)) return -1;
   if ((ops & EP_OP_DISPATCH) &&
       epBenchTimeOnce(s->bench, s->layer, s->dispatchRow, EP_PART_UPDATE | EP_PART_DISPATCH, i))
     return -1;
@@ -124,7 +124,7 @@ int epBenchCompare(epPort *port, void *context) {
   if (!rc) rc = keepClocks(port, c->cases[0].result, &clocks);
   for (unsigned s = 0; s < c->count; s++) {
     if (rc) epPortAbort(port);
-    epTransferClose(sides[s].transfer);
+    epTransferClose(&sides[s].transfer);
     if (sides[s].layer) rc |= epBenchEnd(sides[s].layer, rc);
     free(sides[s].send);
     free(sides[s].receive);

@@ -91,44 +91,32 @@ static int openKernel(epTransfer *t) {
   return 0;
 }
 
-int epTransferOpen(epLayer *layer, epTransfer **out) {
-  epTransfer *t = calloc(1, sizeof(*t));
+int epTransferOpen(epLayer *layer, epTransfer *t) {
   epPort *port = layer->port;
   int several = 0;
   const char *none = !port->cuda ? "the emulated fabric has none" : port->ranks < 2 ? "one rank sends nothing" : NULL;
-  if (!t) return epToolFail("out of host memory");
+  memset(t, 0, sizeof(*t));
   t->port = port;
   t->from = layer->expertOut.data;
   t->to = layer->outTokens.data;
   t->room = layer->expertOut.bytes < layer->outTokens.bytes ? layer->expertOut.bytes : layer->outTokens.bytes;
   for (int k = 0; none && k < EP_TRANSFERS; k++) lacks(t, (epTransferKind)k, none);
-  if (none) goto done;
-  if (severalHosts(port, &several)) goto fail;
+  if (none) return 0;
+  if (severalHosts(port, &several)) return -1;
   if (several) {
     lacks(t, EP_TRANSFER_COPY_ENGINE, "ranks of several hosts");
     lacks(t, EP_TRANSFER_SM_STORES, "ranks of several hosts");
-    goto done;
+    return 0;
   }
   t->peers = calloc((size_t)port->ranks, sizeof(*t->peers));
-  if (!t->peers) {
-    epToolFail("out of host memory");
-    goto fail;
-  }
-  if (epPortMapPeers(port, layer->outTokens.base, t->peers) || openKernel(t)) goto fail;
-done:
-  *out = t;
-  return 0;
-fail:
-  epTransferClose(t);
-  return -1;
+  if (!t->peers) return epToolFail("out of host memory");
+  return epPortMapPeers(port, layer->outTokens.base, t->peers) || openKernel(t) ? -1 : 0;
 }
 
 void epTransferClose(epTransfer *t) {
-  if (!t) return;
   if (t->module) epDriverOpen(NULL)->moduleUnload(t->module);
   if (t->peers) epPortUnmapPeers(t->port, t->peers);
   free(t->peers);
-  free(t);
 }
 
 /* The next rank's `to`; buffers lie at the same place in each rank's allocation. */

@@ -23,8 +23,8 @@ typedef struct epTransfer {
 
 const char *epTransferName(epTransferKind kind);
 /* Between the buffers of a layer. What is not there is told in `missing`, not an error. Collective. */
-int epTransferOpen(epLayer *layer, epTransfer **out);
-void epTransferClose(epTransfer *transfer);
+int epTransferOpen(epLayer *layer, epTransfer *transfer);
+void epTransferClose(epTransfer *transfer); /* also one that is all zero, or whose opening failed */
 /* Queued on the port's stream. send, receive: [ranks] bytes to and from each rank, own entries not looked at. */
 int epTransferQueue(epTransfer *transfer, epTransferKind kind, const size_t *send, const size_t *receive);
 
