@@ -1,0 +1,176 @@
+/* A communicator: opening, progress, its first error, closing. */
+#include <errno.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "rma.h"
+
+enum { EVENTS = 64, FAREWELL_MS = 2000 };
+
+uint64_t epRmaMicroseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000u + (uint64_t)now.tv_nsec / 1000u;
+}
+
+uint64_t epRmaMilliseconds(void) { return epRmaMicroseconds() / 1000u; }
+
+epRmaResult epRmaNote(epRmaColl *coll, epRmaResult error) {
+  if (!coll->error) coll->error = error;
+  return coll->error;
+}
+
+epRmaResult epRmaFail(epRmaColl *coll, epRmaResult error, const char *format, ...) {
+  char text[384];
+  va_list args;
+  if (coll->error) return coll->error;
+  va_start(args, format);
+  vsnprintf(text, sizeof(text), format, args);
+  va_end(args);
+  EP_RMA_WARN("rank %u: %s", coll->rank, text);
+  return epRmaNote(coll, error);
+}
+
+void epRmaPause(epRmaColl *coll) {
+  epRmaGpuLeave(&coll->gpu);
+  pthread_mutex_unlock(&coll->mutex);
+  const struct timespec moment = {0, 20000};
+  nanosleep(&moment, NULL);
+  pthread_mutex_lock(&coll->mutex);
+  epRmaResult rc = epRmaGpuEnter(&coll->gpu);
+  if (rc) epRmaNote(coll, rc);
+}
+
+static void freeColl(epRmaColl *coll) {
+  if (coll->peers)
+    for (uint32_t rank = 0; rank < coll->ranks; rank++) {
+      for (int i = 0; coll->peers[rank] && i < coll->peers[rank]->count; i++) {
+        epRmaSocketClose(&coll->peers[rank]->sockets[i]);
+        epRmaStageFree(&coll->peers[rank]->sockets[i].leaving);
+        epRmaStageFree(&coll->peers[rank]->sockets[i].arrived);
+      }
+    }
+  epRmaWindowFreeAll(coll);
+}
+
+static void release(epRmaColl *coll) {
+  for (uint32_t rank = 0; coll->peers && rank < coll->ranks; rank++) free(coll->peers[rank]);
+  free(coll->peers);
+  if (coll->epoll >= 0) close(coll->epoll);
+  pthread_mutex_destroy(&coll->mutex);
+  free(coll);
+}
+
+epRmaResult epRmaCollOpen(epRmaListener *listener, void *handles[], uint32_t ranks, uint32_t rank, epRmaColl **out) {
+  epRmaResult rc = EP_RMA_SYSTEM_ERROR;
+  epRmaColl *coll = calloc(1, sizeof(*coll));
+  if (!coll) {
+    EP_RMA_WARN("no memory for a communicator");
+    return EP_RMA_SYSTEM_ERROR;
+  }
+  coll->ranks = ranks, coll->rank = rank, coll->epoll = -1;
+  coll->settings = *epRmaListenerSettings(listener);
+  pthread_mutex_init(&coll->mutex, NULL);
+  coll->peers = calloc(ranks, sizeof(*coll->peers));
+  coll->epoll = epoll_create1(EPOLL_CLOEXEC);
+  if (!coll->peers || coll->epoll < 0) {
+    EP_RMA_WARN("a communicator of %u ranks: %s", ranks, strerror(errno));
+    goto fail;
+  }
+  rc = epRmaConnectPeers(coll, listener, handles);
+  if (rc) goto fail;
+  int local = 0;
+  for (uint32_t peer = 0; peer < ranks; peer++) {
+    local += coll->peers[peer]->local && peer != rank;
+    for (int i = 0; i < coll->peers[peer]->count; i++) {
+      epRmaSocket *socket = &coll->peers[peer]->sockets[i];
+      struct epoll_event event = {.events = EPOLLIN, .data.ptr = socket};
+      if (epoll_ctl(coll->epoll, EPOLL_CTL_ADD, socket->fd, &event) != 0) {
+        EP_RMA_WARN("epoll: %s", strerror(errno));
+        rc = EP_RMA_SYSTEM_ERROR;
+        goto fail;
+      }
+    }
+  }
+  EP_RMA_INFO("rank %u of %u: %d peers on this host, %d by TCP, interface %s%s", rank, ranks, local,
+              (int)ranks - 1 - local, coll->settings.interfaces[0].name,
+              coll->settings.interfaceCount > 1 ? " and others" : "");
+  *out = coll;
+  return EP_RMA_OK;
+fail:
+  freeColl(coll);
+  release(coll);
+  return rc;
+}
+
+epRmaResult epRmaProgress(epRmaColl *coll) {
+  struct epoll_event events[EVENTS];
+  if (coll->error) return coll->error;
+  coll->progressedAt = epRmaMicroseconds();
+  epRmaResult rc = epRmaLanesPump(coll);
+  for (epRmaSocket **at = &coll->sending; !rc && *at;) {
+    epRmaSocket *socket = *at;
+    rc = epRmaSocketSend(socket);
+    if (socket->head != socket->tail) {
+      at = &socket->next;
+    } else {
+      *at = socket->next;
+      socket->sending = false;
+    }
+  }
+  if (rc) return rc;
+  int count = epoll_wait(coll->epoll, events, EVENTS, 0);
+  if (count < 0 && errno != EINTR) return epRmaFail(coll, EP_RMA_SYSTEM_ERROR, "epoll: %s", strerror(errno));
+  for (int i = 0; !rc && i < count; i++) rc = epRmaSocketReceive(events[i].data.ptr);
+  return rc;
+}
+
+/* Every peer is told, and says when it has read all that was sent: a socket that is closed too early would take data
+ * back. Peers that are gone or busy are not waited for long. */
+static void farewell(epRmaColl *coll) {
+  uint64_t deadline = epRmaMilliseconds() + FAREWELL_MS;
+  bool waiting = true, told = false;
+  while (waiting && !coll->error && epRmaMilliseconds() < deadline) {
+    waiting = false;
+    for (uint32_t rank = 0; rank < coll->ranks; rank++)
+      for (int i = 0; i < coll->peers[rank]->count; i++) {
+        epRmaSocket *socket = &coll->peers[rank]->sockets[i];
+        if (socket->fd < 0) continue;
+        if (!told && epRmaSocketRoom(socket))
+          epRmaSocketPush(socket, &(epRmaFrame){{EP_RMA_FRAME_BYE, 0, 0, 0, 0}, NULL, -1, -1, NULL});
+        waiting = waiting || !socket->byeAnswered;
+      }
+    told = true;
+    if (!waiting) break;
+    epRmaProgress(coll);
+    epRmaPause(coll);
+  }
+}
+
+epRmaResult epRmaCollClose(epRmaColl *coll) {
+  pthread_mutex_lock(&coll->mutex);
+  epRmaResult rc = epRmaGpuEnter(&coll->gpu);
+  if (!rc && coll->contexts) {
+    EP_RMA_WARN("a communicator is closed while it has contexts: destroy them first");
+    rc = EP_RMA_INVALID_USAGE;
+    epRmaGpuLeave(&coll->gpu);
+  }
+  if (rc) {
+    pthread_mutex_unlock(&coll->mutex);
+    return rc;
+  }
+  if (!coll->error) farewell(coll);
+  if (coll->gpu.ready) epRmaGpuSync(coll->gpu.in);
+  freeColl(coll);
+  epRmaGpuLeave(&coll->gpu);
+  epRmaGpuClose(&coll->gpu);
+  pthread_mutex_unlock(&coll->mutex);
+  release(coll);
+  return EP_RMA_OK;
+}

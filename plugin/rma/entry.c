@@ -1,0 +1,361 @@
+/* The exported tables: arguments checked, the communicator's mutex taken, its GPU entered. Everything else is behind. */
+#include "rma.h"
+
+#define EP_RMA_EXPORT __attribute__((visibility("default")))
+
+static int instance; /* what init hands out: there is no state but the communicators' */
+static char name[] = "ep";
+
+static epRmaResult missing(const char *call, const char *what) {
+  EP_RMA_WARN("%s: %s is NULL", call, what);
+  return EP_RMA_INVALID_ARGUMENT;
+}
+#define NEED(argument) \
+  if (!(argument)) return missing(__func__, #argument)
+
+static epRmaResult enter(epRmaColl *coll) {
+  pthread_mutex_lock(&coll->mutex);
+  epRmaResult rc = epRmaGpuEnter(&coll->gpu);
+  if (!rc) return EP_RMA_OK;
+  epRmaNote(coll, rc);
+  pthread_mutex_unlock(&coll->mutex);
+  return rc;
+}
+
+static void leave(epRmaColl *coll) {
+  epRmaGpuLeave(&coll->gpu);
+  pthread_mutex_unlock(&coll->mutex);
+}
+
+static epRmaResult init(void **ctx, uint64_t commId, epRmaLogger logger) {
+  (void)commId;
+  NEED(ctx);
+  if (logger) epRmaLogSet(logger);
+  *ctx = &instance;
+  return EP_RMA_OK;
+}
+
+static epRmaResult finalize(void *ctx) {
+  (void)ctx;
+  return EP_RMA_OK;
+}
+
+static epRmaResult devices(int *count) {
+  epRmaSettings settings;
+  NEED(count);
+  epRmaResult rc = epRmaSettingsRead(&settings);
+  if (!rc) *count = 1;
+  return rc;
+}
+
+static epRmaResult getProperties(int dev, epRmaProperties *properties) {
+  epRmaSettings settings;
+  NEED(properties);
+  if (dev != 0) {
+    EP_RMA_WARN("device %d does not exist: there is one, 0", dev);
+    return EP_RMA_INVALID_ARGUMENT;
+  }
+  epRmaResult rc = epRmaSettingsRead(&settings);
+  if (rc) return rc;
+  *properties = (epRmaProperties){
+      .name = name,
+      .guid = 0x6570,
+      .ptrSupport = EP_RMA_PTR_HOST | EP_RMA_PTR_CUDA,
+      .maxComms = 1 << 16,
+      .maxRecvs = EP_RMA_MAX_RECVS,
+      .netDeviceType = EP_RMA_DEVICE_GIN_PROXY,
+      .virtualDevice = {.count = 1},
+      .maxP2pBytes = (size_t)1 << 40,
+      .maxCollBytes = (size_t)1 << 40,
+      .maxMultiRequestSize = 1,
+      .railId = EP_RMA_ID_UNDEFINED,
+      .planeId = EP_RMA_ID_UNDEFINED,
+  };
+  for (int i = 0; i < settings.interfaceCount; i++) properties->speed += settings.interfaces[i].speed;
+  return EP_RMA_OK;
+}
+
+static epRmaResult startListening(void *ctx, int dev, void *handle, void **listenComm) {
+  epRmaListener *listener = NULL;
+  (void)ctx;
+  NEED(handle);
+  NEED(listenComm);
+  if (dev != 0) {
+    EP_RMA_WARN("device %d does not exist: there is one, 0", dev);
+    return EP_RMA_INVALID_ARGUMENT;
+  }
+  epRmaResult rc = epRmaListen(handle, &listener);
+  if (!rc) *listenComm = listener;
+  return rc;
+}
+
+static epRmaResult closeListen(void *listenComm) {
+  NEED(listenComm);
+  epRmaCloseListener(listenComm);
+  return EP_RMA_OK;
+}
+
+static epRmaResult connectAll(void *ctx, void *handles[], int nranks, int rank, void *listenComm, void **collComm) {
+  epRmaColl *coll = NULL;
+  (void)ctx; /* NCCL 2.30.7 hands over another plugin's here */
+  NEED(handles);
+  NEED(listenComm);
+  NEED(collComm);
+  if (nranks < 1 || rank < 0 || rank >= nranks) {
+    EP_RMA_WARN("rank %d of %d ranks does not exist", rank, nranks);
+    return EP_RMA_INVALID_ARGUMENT;
+  }
+  epRmaResult rc = epRmaCollOpen(listenComm, handles, (uint32_t)nranks, (uint32_t)rank, &coll);
+  if (!rc) *collComm = coll;
+  return rc;
+}
+
+static epRmaResult closeColl(void *collComm) {
+  NEED(collComm);
+  return epRmaCollClose(collComm);
+}
+
+static epRmaResult makeContext(epRmaColl *coll, int count, int stride, void **rmaCtx) {
+  epRmaContext *context = NULL;
+  if (count < 1 || count > EP_RMA_MAX_CONTEXTS) {
+    EP_RMA_WARN("%d contexts are asked for: 1 to %d are expected", count, EP_RMA_MAX_CONTEXTS);
+    return EP_RMA_INVALID_ARGUMENT;
+  }
+  if (stride < 1 || coll->ranks % (uint32_t)stride != 0) {
+    EP_RMA_WARN("ranks in steps of %d are asked for: a divisor of %u is expected", stride, coll->ranks);
+    return EP_RMA_INVALID_ARGUMENT;
+  }
+  epRmaResult rc = enter(coll);
+  if (rc) return rc;
+  rc = coll->error ? coll->error : epRmaContextCreate(coll, count, &context);
+  leave(coll);
+  if (!rc) *rmaCtx = context;
+  return rc;
+}
+
+static epRmaResult createContext(void *collComm, epRmaConfig14 *config, void **rmaCtx) {
+  NEED(collComm);
+  NEED(config);
+  NEED(rmaCtx);
+  return makeContext(collComm, config->nContexts, config->rankStride, rmaCtx);
+}
+
+static epRmaResult createContext13(void *collComm, epRmaConfig13 *config, void **rmaCtx, epRmaDeviceHandle **device) {
+  static epRmaDeviceHandle handle = {.netDeviceType = EP_RMA_DEVICE_GIN_PROXY, .needsProxyProgress = 1};
+  NEED(collComm);
+  NEED(config);
+  NEED(rmaCtx);
+  if (device) *device = &handle;
+  return makeContext(collComm, config->nContexts, 1, rmaCtx);
+}
+
+static epRmaResult destroyContext(void *rmaCtx) {
+  NEED(rmaCtx);
+  epRmaColl *coll = ((epRmaContext *)rmaCtx)->coll;
+  epRmaResult rc = enter(coll);
+  if (rc) return rc;
+  rc = epRmaContextDestroy(rmaCtx);
+  leave(coll);
+  return rc;
+}
+
+static epRmaResult regMrSym(void *collComm, void *data, size_t size, int type, uint64_t flags, void **mhandle) {
+  epRmaWindow *window = NULL;
+  NEED(collComm);
+  NEED(mhandle);
+  epRmaResult rc = enter(collComm);
+  if (rc) return rc;
+  rc = epRmaWindowRegister(collComm, data, size, type, flags, &window);
+  leave(collComm);
+  if (!rc) *mhandle = window;
+  return rc;
+}
+
+static epRmaResult regMrSym13(void *collComm, void *data, size_t size, int type, uint64_t flags, void **mhandle,
+                              void **ginHandle) {
+  epRmaResult rc = regMrSym(collComm, data, size, type, flags, mhandle);
+  if (!rc && ginHandle) *ginHandle = *mhandle;
+  return rc;
+}
+
+static epRmaResult noDmaBuf(void) {
+  EP_RMA_WARN("DMA-BUF descriptors cannot be registered, and getProperties says so: use regMrSym");
+  return EP_RMA_INVALID_USAGE;
+}
+
+static epRmaResult regMrSymDmaBuf(void *collComm, void *data, size_t size, int type, uint64_t offset, int fd,
+                                  uint64_t flags, void **mhandle) {
+  (void)collComm, (void)data, (void)size, (void)type, (void)offset, (void)fd, (void)flags, (void)mhandle;
+  return noDmaBuf();
+}
+
+static epRmaResult regMrSymDmaBuf13(void *collComm, void *data, size_t size, int type, uint64_t offset, int fd,
+                                    uint64_t flags, void **mhandle, void **ginHandle) {
+  (void)collComm, (void)data, (void)size, (void)type, (void)offset, (void)fd, (void)flags, (void)mhandle,
+      (void)ginHandle;
+  return noDmaBuf();
+}
+
+static epRmaResult deregMrSym(void *collComm, void *mhandle) {
+  NEED(collComm);
+  NEED(mhandle);
+  epRmaResult rc = enter(collComm);
+  if (rc) return rc;
+  rc = epRmaWindowDeregister(mhandle);
+  leave(collComm);
+  return rc;
+}
+
+static epRmaResult issue(epRmaContext *context, const epRmaPut *put, void **request) {
+  epRmaOp *op = NULL;
+  epRmaResult rc = enter(context->coll);
+  if (rc) return rc;
+  rc = epRmaPutIssue(context, put, &op);
+  leave(context->coll);
+  if (!rc) *request = op;
+  return rc;
+}
+
+static epRmaResult iput(void *rmaCtx, int context, uint64_t srcOff, void *srcMhandle, size_t size, uint64_t dstOff,
+                        void *dstMhandle, uint32_t rank, void **request) {
+  NEED(rmaCtx);
+  NEED(request);
+  const epRmaPut put = {.from = srcMhandle,
+                        .to = dstMhandle,
+                        .fromOffset = srcOff,
+                        .toOffset = dstOff,
+                        .size = size,
+                        .rank = rank,
+                        .context = context};
+  return issue(rmaCtx, &put, request);
+}
+
+static epRmaResult iputSignal13(void *rmaCtx, int context, uint64_t srcOff, void *srcMhandle, size_t size,
+                                uint64_t dstOff, void *dstMhandle, uint32_t rank, uint64_t signalOff,
+                                void *signalMhandle, uint64_t signalValue, uint32_t signalOp, void **request) {
+  NEED(rmaCtx);
+  NEED(signalMhandle);
+  NEED(request);
+  if (signalOp != EP_RMA_SIGNAL_INC && signalOp != EP_RMA_SIGNAL_ADD) {
+    EP_RMA_WARN("signal operation %u is not known: increment (1) or add (2) is expected", signalOp);
+    return EP_RMA_INVALID_ARGUMENT;
+  }
+  const epRmaPut put = {.from = srcMhandle,
+                        .to = dstMhandle,
+                        .signal = signalMhandle,
+                        .fromOffset = srcOff,
+                        .toOffset = dstOff,
+                        .size = size,
+                        .signalOffset = signalOff,
+                        .signalValue = signalOp == EP_RMA_SIGNAL_INC ? 1 : signalValue,
+                        .rank = rank,
+                        .context = context};
+  return issue(rmaCtx, &put, request);
+}
+
+/* Every signal here is a strong one: behind all puts before it, not only its own. */
+static epRmaResult iputSignal(void *rmaCtx, int context, uint64_t srcOff, void *srcMhandle, size_t size,
+                              uint64_t dstOff, void *dstMhandle, uint32_t rank, uint64_t signalOff,
+                              void *signalMhandle, uint64_t signalValue, uint32_t signalOp, bool strong,
+                              void **request) {
+  (void)strong;
+  return iputSignal13(rmaCtx, context, srcOff, srcMhandle, size, dstOff, dstMhandle, rank, signalOff, signalMhandle,
+                      signalValue, signalOp, request);
+}
+
+static epRmaResult iget(void *rmaCtx, int context, uint64_t remoteOff, void *remoteMhandle, size_t size,
+                        uint64_t localOff, void *localMhandle, uint32_t rank, void **request) {
+  (void)rmaCtx, (void)context, (void)remoteOff, (void)remoteMhandle, (void)size, (void)localOff, (void)localMhandle,
+      (void)rank, (void)request;
+  EP_RMA_WARN("get is not supported: this provider only puts");
+  return EP_RMA_INVALID_USAGE;
+}
+
+/* It makes what gets brought visible; there are none, so it is done at once. */
+static epRmaResult iflush(void *rmaCtx, int context, void *mhandle, uint32_t rank, void **request) {
+  (void)rmaCtx, (void)context, (void)mhandle, (void)rank;
+  NEED(request);
+  *request = NULL;
+  return EP_RMA_OK;
+}
+
+static epRmaResult test(void *collComm, void *request, int *done) {
+  bool finished = false;
+  NEED(collComm);
+  NEED(request);
+  NEED(done);
+  *done = 0;
+  epRmaResult rc = enter(collComm);
+  if (rc) return rc;
+  rc = epRmaOpTest(request, &finished);
+  leave(collComm);
+  *done = finished;
+  return rc;
+}
+
+static epRmaResult progress(void *rmaCtx) {
+  NEED(rmaCtx);
+  epRmaColl *coll = ((epRmaContext *)rmaCtx)->coll;
+  epRmaResult rc = enter(coll);
+  if (rc) return rc;
+  rc = epRmaProgress(coll);
+  leave(coll);
+  return rc;
+}
+
+static epRmaResult queryLastError(void *rmaCtx, bool *hasError) {
+  NEED(rmaCtx);
+  NEED(hasError);
+  epRmaColl *coll = ((epRmaContext *)rmaCtx)->coll;
+  pthread_mutex_lock(&coll->mutex);
+  *hasError = coll->error != EP_RMA_OK;
+  pthread_mutex_unlock(&coll->mutex);
+  return EP_RMA_OK;
+}
+
+EP_RMA_EXPORT extern const epRmaTable14 ncclRmaPlugin_v14;
+EP_RMA_EXPORT extern const epRmaTable13 ncclRmaPlugin_v13;
+
+const epRmaTable14 ncclRmaPlugin_v14 = {name,
+                                        init,
+                                        devices,
+                                        getProperties,
+                                        startListening,
+                                        connectAll,
+                                        createContext,
+                                        regMrSym,
+                                        regMrSymDmaBuf,
+                                        deregMrSym,
+                                        destroyContext,
+                                        closeColl,
+                                        closeListen,
+                                        iput,
+                                        iputSignal,
+                                        iget,
+                                        iflush,
+                                        test,
+                                        progress,
+                                        queryLastError,
+                                        finalize};
+
+const epRmaTable13 ncclRmaPlugin_v13 = {name,
+                                        init,
+                                        devices,
+                                        getProperties,
+                                        startListening,
+                                        connectAll,
+                                        createContext13,
+                                        regMrSym13,
+                                        regMrSymDmaBuf13,
+                                        deregMrSym,
+                                        destroyContext,
+                                        closeColl,
+                                        closeListen,
+                                        iput,
+                                        iputSignal13,
+                                        iget,
+                                        iflush,
+                                        test,
+                                        progress,
+                                        queryLastError,
+                                        finalize};

@@ -1,0 +1,223 @@
+/* The objects of the provider and the functions between its files. One mutex a communicator guards all of it; public
+ * calls (entry.c) take it, everything here runs under it.
+ *
+ *   put ──► lane (context, peer): first in, first out ──► GPU copy into the peer's mapped window, or
+ *                                                          frames on the socket that the lane's context maps to
+ *   signal ──► a frame behind the puts before it on the same lane and socket ──► the receiver adds and writes
+ */
+#ifndef EP_RMA_RMA_H_
+#define EP_RMA_RMA_H_
+
+#include <pthread.h>
+
+#include "abi.h"
+#include "gpu.h"
+#include "log.h"
+#include "secret.h"
+#include "settings.h"
+
+enum {
+  EP_RMA_CHUNK = 512 << 10, /* bytes of a frame at most: what one staging slot holds */
+  EP_RMA_SLOTS = 4,         /* staging slots a socket and direction */
+  EP_RMA_RING = 64,         /* frames queued on a socket */
+  EP_RMA_MAX_RECVS = 8,     /* times 32: operations in flight for a context and peer */
+  EP_RMA_DEPTH = EP_RMA_MAX_RECVS * EP_RMA_REQUESTS_PER_RECV,
+  EP_RMA_MAX_CONTEXTS = 4096
+};
+
+typedef struct epRmaColl epRmaColl;
+typedef struct epRmaContext epRmaContext;
+typedef struct epRmaLane epRmaLane;
+
+/* ---- on the wire ---------------------------------------------------------------------------------------------- */
+enum {
+  EP_RMA_FRAME_DATA = 0x52500001,
+  EP_RMA_FRAME_SIGNAL,
+  EP_RMA_FRAME_WINDOW,
+  EP_RMA_FRAME_BYE,
+  EP_RMA_FRAME_BYE_SEEN
+};
+typedef struct {
+  uint32_t type;
+  uint32_t window;
+  uint64_t offset; /* DATA, SIGNAL: in the receiver's window; WINDOW: of the window in its exported allocation */
+  uint64_t size;   /* DATA: bytes that follow; WINDOW: bytes of the sender's window, 0 where it could not register */
+  uint64_t value;  /* SIGNAL: what to add; WINDOW: bytes of the exported allocation, 0 where a descriptor is not sent */
+} epRmaHeader;
+
+/* ---- operations ----------------------------------------------------------------------------------------------- */
+typedef struct epRmaWindow {
+  epRmaColl *coll;
+  uint32_t id;
+  char *base; /* NULL until this rank registers it */
+  size_t size;
+  int type;
+  bool neverReset;
+  uint64_t *shadow; /* GPU memory that only signals change: the values it has */
+  unsigned seen;    /* peers that registered theirs */
+  unsigned uses;    /* operations that read or will read it */
+  int fd;           /* ours, exported */
+  uint64_t offset, allocation;
+  struct epRmaPeerWindow {
+    bool known;
+    uint64_t size, offset, allocation;
+    int fd;
+    char *mapped; /* the peer's allocation here, or NULL */
+  } peers[];
+} epRmaWindow;
+
+typedef struct epRmaOp {
+  struct epRmaOp *next;    /* in its lane, or among the free ones */
+  struct epRmaOp *created; /* all of a context */
+  epRmaLane *lane;
+  epRmaWindow *from, *to, *signal;
+  uint64_t fromOffset, toOffset, size, claimed;
+  uint64_t signalOffset, signalValue;
+  unsigned frames; /* queued, not yet written */
+  bool direct;     /* a copy of this GPU or CPU, done when its event is */
+  bool copied, queued, done;
+  void *event;
+} epRmaOp;
+
+/* Operations of one context for one peer, in order. */
+struct epRmaLane {
+  epRmaContext *context;
+  uint32_t rank;
+  unsigned inFlight;
+  epRmaOp *head, *tail;
+  epRmaLane *next; /* lanes that have something to do */
+  bool active;
+};
+
+struct epRmaContext {
+  epRmaColl *coll;
+  epRmaContext *next;
+  int count;
+  int first; /* number of its first context in the communicator */
+  epRmaOp *created, *free;
+  epRmaLane lanes[]; /* count x ranks */
+};
+
+/* ---- sockets -------------------------------------------------------------------------------------------------- */
+typedef struct {
+  epRmaHeader header;
+  const char *payload;
+  int slot; /* of the staging, or -1 */
+  int fd;   /* sent along and closed, or -1 */
+  epRmaOp *op;
+} epRmaFrame;
+
+typedef struct {
+  char *memory; /* EP_RMA_SLOTS chunks, pinned; NULL until needed */
+  void *events[EP_RMA_SLOTS];
+  bool busy[EP_RMA_SLOTS];
+  bool leaving[EP_RMA_SLOTS]; /* free as soon as the event is done */
+} epRmaStage;
+
+typedef struct epRmaSocket {
+  epRmaColl *coll;
+  struct epRmaSocket *next; /* sockets with frames queued */
+  uint32_t rank;
+  int fd;            /* -1: closed */
+  bool sending;      /* it is in that list */
+  bool byeSeen;      /* the peer closes its communicator */
+  bool byeOwed;      /* and is to be told that we read all it sent */
+  bool byeAnswered;  /* the peer read all that we sent */
+  /* sending */
+  epRmaFrame ring[EP_RMA_RING];
+  unsigned head, tail; /* counts; slots are modulo EP_RMA_RING */
+  size_t sent;         /* bytes of the first frame */
+  uint64_t movedAt;    /* ms */
+  epRmaStage leaving;
+  /* receiving */
+  epRmaHeader in;
+  size_t got; /* bytes of the frame so far, header included */
+  int inFd;
+  int inSlot;
+  epRmaStage arrived;
+} epRmaSocket;
+
+typedef struct {
+  int count;   /* sockets; 0 for this rank itself */
+  bool local;  /* they are UNIX sockets */
+  char name[64]; /* for messages: where it listened */
+  epRmaSocket sockets[];
+} epRmaPeer;
+
+struct epRmaColl {
+  pthread_mutex_t mutex;
+  uint32_t ranks, rank;
+  epRmaSettings settings;
+  epRmaPeer **peers;
+  int epoll;
+  epRmaGpu gpu;
+  epRmaWindow **windows; /* by number; the dead window where one was deregistered */
+  uint32_t windowCount, windowRoom, nextWindow;
+  epRmaContext *contexts;
+  int contextCount;
+  epRmaLane *activeHead, *activeTail;
+  epRmaSocket *sending;
+  uint64_t progressedAt; /* us */
+  epRmaResult error;
+};
+
+uint64_t epRmaMilliseconds(void);
+uint64_t epRmaMicroseconds(void);
+
+/* ---- handshake.c: listening, and sockets with peers that hold the secret ------------------------------------------ */
+typedef struct epRmaListener epRmaListener;
+epRmaResult epRmaListen(void *handle, epRmaListener **listener);
+void epRmaCloseListener(epRmaListener *listener);
+const epRmaSettings *epRmaListenerSettings(const epRmaListener *listener);
+epRmaResult epRmaConnectPeers(epRmaColl *coll, epRmaListener *listener, void *handles[]);
+
+/* ---- coll.c: the communicator -------------------------------------------------------------------------------- */
+epRmaResult epRmaCollOpen(epRmaListener *listener, void *handles[], uint32_t ranks, uint32_t rank, epRmaColl **coll);
+epRmaResult epRmaCollClose(epRmaColl *coll);
+/* Notes the first error, with a line in the log; everything fails with it from then on. */
+epRmaResult epRmaFail(epRmaColl *coll, epRmaResult error, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+epRmaResult epRmaNote(epRmaColl *coll, epRmaResult error); /* the same for an error that is already in the log */
+epRmaResult epRmaProgress(epRmaColl *coll);
+/* Lets others in and the CPU breathe between two looks. */
+void epRmaPause(epRmaColl *coll);
+
+/* ---- socket.c: frames ------------------------------------------------------------------------------------------ */
+epRmaSocket *epRmaSocketOf(epRmaColl *coll, uint32_t rank, int context);
+bool epRmaSocketRoom(const epRmaSocket *socket);
+void epRmaSocketPush(epRmaSocket *socket, const epRmaFrame *frame); /* there is room */
+epRmaResult epRmaSocketSend(epRmaSocket *socket);
+epRmaResult epRmaSocketReceive(epRmaSocket *socket);
+void epRmaSocketClose(epRmaSocket *socket); /* inside */
+/* A free slot of a stage, or -1: try again later. */
+epRmaResult epRmaStageTake(epRmaStage *stage, int *slot);
+void epRmaStageFree(epRmaStage *stage);
+
+/* ---- window.c -------------------------------------------------------------------------------------------------- */
+epRmaResult epRmaWindowRegister(epRmaColl *coll, void *data, size_t size, int type, uint64_t flags, epRmaWindow **out);
+epRmaResult epRmaWindowDeregister(epRmaWindow *window);
+epRmaResult epRmaWindowSeen(epRmaColl *coll, uint32_t rank, const epRmaHeader *header, int fd);
+/* The window that a peer names; NULL with no error for one that is gone. */
+epRmaResult epRmaWindowFind(epRmaColl *coll, uint32_t rank, const epRmaHeader *header, uint64_t bytes,
+                            epRmaWindow **out);
+void epRmaWindowFreeAll(epRmaColl *coll);
+
+/* ---- signal.c -------------------------------------------------------------------------------------------------- */
+epRmaResult epRmaSignalApply(epRmaColl *coll, epRmaWindow *window, uint64_t offset, uint64_t value);
+
+/* ---- lane.c: operations ---------------------------------------------------------------------------------------- */
+epRmaResult epRmaContextCreate(epRmaColl *coll, int count, epRmaContext **out);
+epRmaResult epRmaContextDestroy(epRmaContext *context);
+typedef struct {
+  epRmaWindow *from, *to, *signal;
+  uint64_t fromOffset, toOffset, size, signalOffset, signalValue;
+  uint32_t rank;
+  int context;
+} epRmaPut;
+epRmaResult epRmaPutIssue(epRmaContext *context, const epRmaPut *put, epRmaOp **out);
+epRmaResult epRmaLanesPump(epRmaColl *coll);
+epRmaResult epRmaOpTest(epRmaOp *op, bool *done); /* done: the operation is gone */
+void epRmaOpFrameSent(epRmaOp *op);
+void epRmaOpsForget(const epRmaWindow *window); /* a window that goes away under them */
+
+#endif

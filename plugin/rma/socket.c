@@ -1,0 +1,269 @@
+/* Frames over one socket: a header of 32 bytes and up to a chunk of data, written from the ring and read by a small state
+ * machine, both without waiting. Host memory is read and written in place; GPU memory passes through pinned slots. */
+#include <errno.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "rma.h"
+
+enum { RECEIVE_BUDGET = 4 << 20 }; /* bytes from one socket before others have their turn */
+
+epRmaSocket *epRmaSocketOf(epRmaColl *coll, uint32_t rank, int context) {
+  epRmaPeer *peer = coll->peers[rank];
+  return &peer->sockets[context % peer->count];
+}
+
+bool epRmaSocketRoom(const epRmaSocket *socket) { return socket->tail - socket->head < EP_RMA_RING; }
+
+void epRmaSocketPush(epRmaSocket *socket, const epRmaFrame *frame) {
+  if (socket->head == socket->tail) socket->movedAt = epRmaMilliseconds();
+  socket->ring[socket->tail++ % EP_RMA_RING] = *frame;
+  if (socket->sending) return;
+  socket->sending = true;
+  socket->next = socket->coll->sending;
+  socket->coll->sending = socket;
+}
+
+/* ---- staging --------------------------------------------------------------------------------------------------- */
+
+epRmaResult epRmaStageTake(epRmaStage *stage, int *slot) {
+  epRmaResult rc = EP_RMA_OK;
+  *slot = -1;
+  if (!stage->memory) {
+    void *memory = NULL;
+    rc = epRmaGpuPinned(&memory, (size_t)EP_RMA_SLOTS * EP_RMA_CHUNK);
+    stage->memory = memory;
+    for (int i = 0; !rc && i < EP_RMA_SLOTS; i++) rc = epRmaGpuEvent(&stage->events[i]);
+    if (rc) return rc;
+  }
+  for (int i = 0; i < EP_RMA_SLOTS; i++) {
+    bool done = false;
+    if (stage->busy[i] && stage->leaving[i]) {
+      rc = epRmaGpuDone(stage->events[i], &done);
+      if (rc) return rc;
+      if (done) stage->busy[i] = stage->leaving[i] = false;
+    }
+    if (stage->busy[i]) continue;
+    stage->busy[i] = true;
+    *slot = i;
+    return EP_RMA_OK;
+  }
+  return EP_RMA_OK;
+}
+
+void epRmaStageFree(epRmaStage *stage) {
+  for (int i = 0; i < EP_RMA_SLOTS; i++)
+    if (stage->events[i]) epRmaGpuFreeEvent(stage->events[i]);
+  if (stage->memory) epRmaGpuFreePinned(stage->memory);
+  memset(stage, 0, sizeof(*stage));
+}
+
+/* ---- sending --------------------------------------------------------------------------------------------------- */
+
+static ssize_t sendSome(epRmaSocket *from, epRmaFrame *frame, size_t total) {
+  struct iovec parts[2];
+  union {
+    struct cmsghdr header;
+    char room[CMSG_SPACE(sizeof(int))];
+  } control;
+  struct msghdr message = {.msg_iov = parts};
+  if (from->sent < sizeof(frame->header)) {
+    parts[message.msg_iovlen++] =
+        (struct iovec){(char *)&frame->header + from->sent, sizeof(frame->header) - from->sent};
+    if (total > sizeof(frame->header))
+      parts[message.msg_iovlen++] = (struct iovec){(void *)(uintptr_t)frame->payload, total - sizeof(frame->header)};
+  } else {
+    size_t at = from->sent - sizeof(frame->header);
+    parts[message.msg_iovlen++] = (struct iovec){(void *)(uintptr_t)(frame->payload + at), total - from->sent};
+  }
+  if (frame->fd >= 0 && from->sent == 0) {
+    memset(&control, 0, sizeof(control));
+    message.msg_control = &control, message.msg_controllen = sizeof(control.room);
+    control.header.cmsg_level = SOL_SOCKET, control.header.cmsg_type = SCM_RIGHTS;
+    control.header.cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(&control.header), &frame->fd, sizeof(int));
+  }
+  return sendmsg(from->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+static void frameDone(epRmaSocket *from, epRmaFrame *frame) {
+  if (frame->slot >= 0) from->leaving.busy[frame->slot] = false;
+  if (frame->fd >= 0) close(frame->fd);
+  if (frame->op) epRmaOpFrameSent(frame->op);
+  from->head++;
+  from->sent = 0;
+}
+
+epRmaResult epRmaSocketSend(epRmaSocket *from) {
+  epRmaColl *coll = from->coll;
+  if (from->byeOwed && epRmaSocketRoom(from)) {
+    from->byeOwed = false;
+    epRmaSocketPush(from, &(epRmaFrame){{EP_RMA_FRAME_BYE_SEEN, 0, 0, 0, 0}, NULL, -1, -1, NULL});
+  }
+  while (from->fd >= 0 && from->head != from->tail) {
+    epRmaFrame *frame = &from->ring[from->head % EP_RMA_RING];
+    size_t total = sizeof(frame->header) + (frame->header.type == EP_RMA_FRAME_DATA ? frame->header.size : 0);
+    if (frame->slot >= 0 && from->sent == 0) {
+      bool done = false;
+      epRmaResult rc = epRmaGpuDone(from->leaving.events[frame->slot], &done);
+      if (rc) return epRmaNote(coll, rc);
+      if (!done) {
+        from->movedAt = epRmaMilliseconds();
+        return EP_RMA_OK;
+      }
+    }
+    ssize_t sent = sendSome(from, frame, total);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0 && errno != EAGAIN && from->byeSeen) { /* it left, as it had said */
+      epRmaSocketClose(from);
+      return EP_RMA_OK;
+    }
+    if (sent < 0 && errno != EAGAIN)
+      return epRmaFail(coll, EP_RMA_REMOTE_ERROR, "rank %u (%s) is lost: %s", from->rank,
+                       coll->peers[from->rank]->name, strerror(errno));
+    uint64_t now = epRmaMilliseconds();
+    if (sent < 0 && now - from->movedAt > (uint64_t)coll->settings.timeoutMs)
+      return epRmaFail(coll, EP_RMA_REMOTE_ERROR,
+                       "rank %u (%s) has taken no data for %d ms (NCCL_EP_RMA_TIMEOUT_MS)", from->rank,
+                       coll->peers[from->rank]->name, coll->settings.timeoutMs);
+    if (sent < 0) return EP_RMA_OK;
+    from->movedAt = now;
+    from->sent += (size_t)sent;
+    if (from->sent == total) frameDone(from, frame);
+  }
+  return EP_RMA_OK;
+}
+
+/* ---- receiving ------------------------------------------------------------------------------------------------- */
+
+static ssize_t receiveSome(epRmaSocket *to, void *at, size_t bytes) {
+  struct iovec part = {at, bytes};
+  union {
+    struct cmsghdr header;
+    char room[CMSG_SPACE(sizeof(int))];
+  } control;
+  struct msghdr message = {
+      .msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control.room)};
+  ssize_t got = recvmsg(to->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  if (got <= 0) return got;
+  struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+  if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS &&
+      header->cmsg_len == CMSG_LEN(sizeof(int))) {
+    if (to->inFd >= 0) close(to->inFd);
+    memcpy(&to->inFd, CMSG_DATA(header), sizeof(int));
+  }
+  return got;
+}
+
+/* A frame without data. */
+static epRmaResult control(epRmaSocket *to) {
+  epRmaColl *coll = to->coll;
+  epRmaWindow *window = NULL;
+  epRmaResult rc = EP_RMA_OK;
+  switch (to->in.type) {
+  case EP_RMA_FRAME_SIGNAL:
+    rc = epRmaWindowFind(coll, to->rank, &to->in, sizeof(uint64_t), &window);
+    if (!rc && window) rc = epRmaSignalApply(coll, window, to->in.offset, to->in.value);
+    break;
+  case EP_RMA_FRAME_WINDOW:
+    rc = epRmaWindowSeen(coll, to->rank, &to->in, to->inFd);
+    to->inFd = -1;
+    break;
+  case EP_RMA_FRAME_BYE:
+    to->byeSeen = to->byeOwed = true;
+    rc = epRmaSocketSend(to);
+    break;
+  case EP_RMA_FRAME_BYE_SEEN:
+    to->byeAnswered = true;
+    break;
+  default:
+    rc = epRmaFail(coll, EP_RMA_REMOTE_ERROR, "rank %u sent a frame of unknown type %#x", to->rank, to->in.type);
+  }
+  to->got = 0;
+  if (to->inFd >= 0) close(to->inFd); /* not asked for */
+  to->inFd = -1;
+  return rc;
+}
+
+/* Where the rest of a data frame goes: NULL where it must wait for a slot. */
+static epRmaResult target(epRmaSocket *to, char **at, epRmaWindow **window) {
+  size_t had = to->got - sizeof(to->in);
+  epRmaResult rc;
+  *at = NULL;
+  if (to->in.size == 0 || to->in.size > EP_RMA_CHUNK)
+    return epRmaFail(to->coll, EP_RMA_REMOTE_ERROR, "rank %u sent a frame of %llu bytes, at most %d are expected",
+                     to->rank, (unsigned long long)to->in.size, EP_RMA_CHUNK);
+  rc = epRmaWindowFind(to->coll, to->rank, &to->in, to->in.size, window);
+  if (rc || !*window) return rc;
+  if ((*window)->type == EP_RMA_PTR_HOST) {
+    *at = (*window)->base + to->in.offset + had;
+    return EP_RMA_OK;
+  }
+  if (to->inSlot < 0) rc = epRmaStageTake(&to->arrived, &to->inSlot);
+  if (rc) return epRmaNote(to->coll, rc);
+  if (to->inSlot >= 0) *at = to->arrived.memory + (size_t)to->inSlot * EP_RMA_CHUNK + had;
+  return EP_RMA_OK;
+}
+
+static epRmaResult dataDone(epRmaSocket *to, epRmaWindow *window) {
+  epRmaResult rc = EP_RMA_OK;
+  int slot = to->inSlot;
+  to->got = 0;
+  to->inSlot = -1;
+  if (slot < 0) return EP_RMA_OK;
+  if (!window) {
+    to->arrived.busy[slot] = false;
+    return EP_RMA_OK;
+  }
+  rc = epRmaGpuCopy(window->base + to->in.offset, to->arrived.memory + (size_t)slot * EP_RMA_CHUNK, to->in.size,
+                    to->coll->gpu.in, to->arrived.events[slot]);
+  to->arrived.leaving[slot] = true;
+  return rc ? epRmaNote(to->coll, rc) : EP_RMA_OK;
+}
+
+epRmaResult epRmaSocketReceive(epRmaSocket *to) {
+  epRmaColl *coll = to->coll;
+  char discarded[4096];
+  for (size_t budget = RECEIVE_BUDGET; to->fd >= 0;) {
+    epRmaWindow *window = NULL;
+    char *at = (char *)&to->in + to->got;
+    size_t want = sizeof(to->in) - to->got;
+    if (to->got >= sizeof(to->in)) {
+      epRmaResult rc = target(to, &at, &window);
+      if (rc) return rc;
+      if (window && !at) return EP_RMA_OK;
+      want = sizeof(to->in) + to->in.size - to->got;
+      if (!window) at = discarded, want = want < sizeof(discarded) ? want : sizeof(discarded);
+    }
+    if (budget < want) return EP_RMA_OK;
+    ssize_t got = receiveSome(to, at, want);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EAGAIN) return EP_RMA_OK;
+    if (got <= 0 && to->byeSeen) { /* as announced */
+      epRmaSocketClose(to);
+      return EP_RMA_OK;
+    }
+    if (got <= 0)
+      return epRmaFail(coll, EP_RMA_REMOTE_ERROR, "rank %u (%s) is lost: %s", to->rank, coll->peers[to->rank]->name,
+                       got < 0 ? strerror(errno) : "it closed its connection");
+    budget -= (size_t)got;
+    to->got += (size_t)got;
+    if (to->got < sizeof(to->in)) continue;
+    epRmaResult rc = EP_RMA_OK;
+    if (to->in.type != EP_RMA_FRAME_DATA)
+      rc = control(to);
+    else if (to->got == sizeof(to->in) + to->in.size && to->in.size > 0)
+      rc = dataDone(to, window);
+    if (rc) return rc;
+  }
+  return EP_RMA_OK;
+}
+
+void epRmaSocketClose(epRmaSocket *socket) {
+  while (socket->head != socket->tail) frameDone(socket, &socket->ring[socket->head % EP_RMA_RING]);
+  if (socket->inFd >= 0) close(socket->inFd);
+  if (socket->fd >= 0) close(socket->fd);
+  socket->inFd = socket->fd = -1;
+}
