@@ -255,9 +255,8 @@ static epRmaResult iputSignal13(void *rmaCtx, int context, uint64_t srcOff, void
 
 /* Every signal here is a strong one: behind all puts before it, not only its own. */
 static epRmaResult iputSignal(void *rmaCtx, int context, uint64_t srcOff, void *srcMhandle, size_t size,
-                              uint64_t dstOff, void *dstMhandle, uint32_t rank, uint64_t signalOff,
-                              void *signalMhandle, uint64_t signalValue, uint32_t signalOp, bool strong,
-                              void **request) {
+                              uint64_t dstOff, void *dstMhandle, uint32_t rank, uint64_t signalOff, void *signalMhandle,
+                              uint64_t signalValue, uint32_t signalOp, bool strong, void **request) {
   (void)strong;
   return iputSignal13(rmaCtx, context, srcOff, srcMhandle, size, dstOff, dstMhandle, rank, signalOff, signalMhandle,
                       signalValue, signalOp, request);
@@ -316,27 +315,10 @@ static epRmaResult queryLastError(void *rmaCtx, bool *hasError) {
 EP_RMA_EXPORT extern const epRmaTable14 ncclRmaPlugin_v14;
 EP_RMA_EXPORT extern const epRmaTable13 ncclRmaPlugin_v13;
 
-const epRmaTable14 ncclRmaPlugin_v14 = {name,
-                                        init,
-                                        devices,
-                                        getProperties,
-                                        startListening,
-                                        connectAll,
-                                        createContext,
-                                        regMrSym,
-                                        regMrSymDmaBuf,
-                                        deregMrSym,
-                                        destroyContext,
-                                        closeColl,
-                                        closeListen,
-                                        iput,
-                                        iputSignal,
-                                        iget,
-                                        iflush,
-                                        test,
-                                        progress,
-                                        queryLastError,
-                                        finalize};
+const epRmaTable14 ncclRmaPlugin_v14 = {
+    name,       init,           devices,    getProperties,  startListening, connectAll,     createContext,
+    regMrSym,   regMrSymDmaBuf, deregMrSym, destroyContext, closeColl,      closeListen,    iput,
+    iputSignal, iget,           iflush,     test,           progress,       queryLastError, finalize};
 
 const epRmaTable13 ncclRmaPlugin_v13 = {name,
                                         init,

@@ -29,37 +29,37 @@ typedef struct {
   int flags;
 } accessDescription;
 
-#define CALLS(X)                                                                                                    \
-  X(init, cuInit, (unsigned))                                                                                       \
-  X(errorName, cuGetErrorName, (int, const char **))                                                                \
-  X(deviceGet, cuDeviceGet, (int *, int))                                                                           \
-  X(retain, cuDevicePrimaryCtxRetain, (void **, int))                                                               \
-  X(release, cuDevicePrimaryCtxRelease_v2, (int))                                                                   \
-  X(push, cuCtxPushCurrent_v2, (void *))                                                                            \
-  X(pop, cuCtxPopCurrent_v2, (void **))                                                                             \
-  X(captureMode, cuThreadExchangeStreamCaptureMode, (int *))                                                        \
-  X(pointerAttribute, cuPointerGetAttribute, (void *, int, epRmaCuPtr))                                             \
-  X(streamCreate, cuStreamCreate, (void **, unsigned))                                                              \
-  X(streamDestroy, cuStreamDestroy_v2, (void *))                                                                    \
-  X(streamSync, cuStreamSynchronize, (void *))                                                                      \
-  X(eventCreate, cuEventCreate, (void **, unsigned))                                                                \
-  X(eventDestroy, cuEventDestroy_v2, (void *))                                                                      \
-  X(eventRecord, cuEventRecord, (void *, void *))                                                                   \
-  X(eventQuery, cuEventQuery, (void *))                                                                             \
-  X(copy, cuMemcpyAsync, (epRmaCuPtr, epRmaCuPtr, size_t, void *))                                                  \
-  X(writeWord, cuStreamWriteValue64_v2, (void *, epRmaCuPtr, uint64_t, unsigned))                                   \
-  X(hostAlloc, cuMemHostAlloc, (void **, size_t, unsigned))                                                         \
-  X(hostFree, cuMemFreeHost, (void *))                                                                              \
-  X(addressRange, cuMemGetAddressRange_v2, (epRmaCuPtr *, size_t *, epRmaCuPtr))                                    \
-  X(handleOf, cuMemRetainAllocationHandle, (epRmaCuHandle *, void *))                                               \
-  X(handleRelease, cuMemRelease, (epRmaCuHandle))                                                                   \
-  X(properties, cuMemGetAllocationPropertiesFromHandle, (allocationProperties *, epRmaCuHandle))                    \
-  X(exportHandle, cuMemExportToShareableHandle, (void *, epRmaCuHandle, int, unsigned long long))                   \
-  X(importHandle, cuMemImportFromShareableHandle, (epRmaCuHandle *, void *, int))                                   \
-  X(reserve, cuMemAddressReserve, (epRmaCuPtr *, size_t, size_t, epRmaCuPtr, unsigned long long))                   \
-  X(unreserve, cuMemAddressFree, (epRmaCuPtr, size_t))                                                              \
-  X(map, cuMemMap, (epRmaCuPtr, size_t, size_t, epRmaCuHandle, unsigned long long))                                 \
-  X(unmap, cuMemUnmap, (epRmaCuPtr, size_t))                                                                        \
+#define CALLS(X)                                                                                  \
+  X(init, cuInit, (unsigned))                                                                     \
+  X(errorName, cuGetErrorName, (int, const char **))                                              \
+  X(deviceGet, cuDeviceGet, (int *, int))                                                         \
+  X(retain, cuDevicePrimaryCtxRetain, (void **, int))                                             \
+  X(release, cuDevicePrimaryCtxRelease_v2, (int))                                                 \
+  X(push, cuCtxPushCurrent_v2, (void *))                                                          \
+  X(pop, cuCtxPopCurrent_v2, (void **))                                                           \
+  X(captureMode, cuThreadExchangeStreamCaptureMode, (int *))                                      \
+  X(pointerAttribute, cuPointerGetAttribute, (void *, int, epRmaCuPtr))                           \
+  X(streamCreate, cuStreamCreate, (void **, unsigned))                                            \
+  X(streamDestroy, cuStreamDestroy_v2, (void *))                                                  \
+  X(streamSync, cuStreamSynchronize, (void *))                                                    \
+  X(eventCreate, cuEventCreate, (void **, unsigned))                                              \
+  X(eventDestroy, cuEventDestroy_v2, (void *))                                                    \
+  X(eventRecord, cuEventRecord, (void *, void *))                                                 \
+  X(eventQuery, cuEventQuery, (void *))                                                           \
+  X(copy, cuMemcpyAsync, (epRmaCuPtr, epRmaCuPtr, size_t, void *))                                \
+  X(writeWord, cuStreamWriteValue64_v2, (void *, epRmaCuPtr, uint64_t, unsigned))                 \
+  X(hostAlloc, cuMemHostAlloc, (void **, size_t, unsigned))                                       \
+  X(hostFree, cuMemFreeHost, (void *))                                                            \
+  X(addressRange, cuMemGetAddressRange_v2, (epRmaCuPtr *, size_t *, epRmaCuPtr))                  \
+  X(handleOf, cuMemRetainAllocationHandle, (epRmaCuHandle *, void *))                             \
+  X(handleRelease, cuMemRelease, (epRmaCuHandle))                                                 \
+  X(properties, cuMemGetAllocationPropertiesFromHandle, (allocationProperties *, epRmaCuHandle))  \
+  X(exportHandle, cuMemExportToShareableHandle, (void *, epRmaCuHandle, int, unsigned long long)) \
+  X(importHandle, cuMemImportFromShareableHandle, (epRmaCuHandle *, void *, int))                 \
+  X(reserve, cuMemAddressReserve, (epRmaCuPtr *, size_t, size_t, epRmaCuPtr, unsigned long long)) \
+  X(unreserve, cuMemAddressFree, (epRmaCuPtr, size_t))                                            \
+  X(map, cuMemMap, (epRmaCuPtr, size_t, size_t, epRmaCuHandle, unsigned long long))               \
+  X(unmap, cuMemUnmap, (epRmaCuPtr, size_t))                                                      \
   X(setAccess, cuMemSetAccess, (epRmaCuPtr, size_t, const accessDescription *, size_t))
 
 static struct {
@@ -85,8 +85,8 @@ static epRmaResult bindDriver(void) {
   }
   const char *missing = NULL;
   void *symbol;
-#define X(slot, name, parameters)          \
-  symbol = dlsym(lib, #name);              \
+#define X(slot, name, parameters)           \
+  symbol = dlsym(lib, #name);               \
   if (!symbol && !missing) missing = #name; \
   memcpy(&cu.slot, &symbol, sizeof(symbol));
   CALLS(X)

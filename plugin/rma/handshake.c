@@ -36,8 +36,8 @@ typedef struct {
   uint8_t secret[EP_RMA_SECRET_BYTES];
   uint16_t sockets;
   uint16_t addresses;
-  uint16_t ports[EP_RMA_MAX_INTERFACES];           /* network order */
-  uint8_t address[EP_RMA_MAX_INTERFACES][16];      /* IPv6, or IPv4 mapped */
+  uint16_t ports[EP_RMA_MAX_INTERFACES];      /* network order */
+  uint8_t address[EP_RMA_MAX_INTERFACES][16]; /* IPv6, or IPv4 mapped */
 } handleText;
 _Static_assert(sizeof(handleText) <= EP_RMA_HANDLE_BYTES, "NCCL carries 128 bytes");
 
@@ -103,8 +103,8 @@ static bool sameHostId(uint64_t *id) {
 static socklen_t unixName(uint64_t name, struct sockaddr_un *address) {
   memset(address, 0, sizeof(*address));
   address->sun_family = AF_UNIX;
-  int length = snprintf(address->sun_path + 1, sizeof(address->sun_path) - 1, "nccl-rma-ep-%016llx",
-                        (unsigned long long)name);
+  int length =
+      snprintf(address->sun_path + 1, sizeof(address->sun_path) - 1, "nccl-rma-ep-%016llx", (unsigned long long)name);
   return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length);
 }
 
@@ -293,8 +293,8 @@ static int step(meeting *all, candidate *at) {
     if (got <= 0) return got;
     at->rank = at->hello.from, at->socket = at->hello.socket;
     if (at->hello.magic != HELLO_MAGIC || at->hello.to != coll->rank || at->hello.ranks != coll->ranks ||
-        at->rank <= coll->rank || at->rank >= coll->ranks ||
-        at->socket >= (uint32_t)coll->peers[at->rank]->count || coll->peers[at->rank]->sockets[at->socket].fd >= 0)
+        at->rank <= coll->rank || at->rank >= coll->ranks || at->socket >= (uint32_t)coll->peers[at->rank]->count ||
+        coll->peers[at->rank]->sockets[at->socket].fd >= 0)
       return -1;
     if (!epRmaRandom(at->answer.nonce, sizeof(at->answer.nonce))) return -1;
     prove(own->secret, 'L', &at->hello, at->answer.nonce, at->answer.proof);
@@ -394,8 +394,9 @@ static epRmaResult report(meeting *all) {
   for (uint32_t rank = 0; rank < all->coll->ranks; rank++)
     for (int i = 0; i < all->coll->peers[rank]->count; i++)
       if (all->coll->peers[rank]->sockets[i].fd < 0) {
-        EP_RMA_WARN("rank %u (%s) did not connect to rank %u within %d ms (NCCL_EP_RMA_TIMEOUT_MS); %u sockets are missing",
-                    rank, all->coll->peers[rank]->name, all->coll->rank, all->coll->settings.timeoutMs, all->missing);
+        EP_RMA_WARN(
+            "rank %u (%s) did not connect to rank %u within %d ms (NCCL_EP_RMA_TIMEOUT_MS); %u sockets are missing",
+            rank, all->coll->peers[rank]->name, all->coll->rank, all->coll->settings.timeoutMs, all->missing);
         return EP_RMA_REMOTE_ERROR;
       }
   return EP_RMA_INTERNAL_ERROR;
@@ -404,7 +405,8 @@ static epRmaResult report(meeting *all) {
 static bool dialed(const meeting *all, uint32_t rank, uint32_t index) {
   if (all->coll->peers[rank]->sockets[index].fd >= 0) return true;
   for (unsigned i = 0; i < all->count; i++)
-    if (!all->candidates[i].listener && all->candidates[i].rank == rank && all->candidates[i].socket == index) return true;
+    if (!all->candidates[i].listener && all->candidates[i].rank == rank && all->candidates[i].socket == index)
+      return true;
   return false;
 }
 

@@ -47,7 +47,10 @@ static epRmaResult queueChunk(epRmaSocket *to, epRmaOp *op, bool *moved) {
   epRmaColl *coll = to->coll;
   uint64_t left = op->size - op->claimed, bytes = left < EP_RMA_CHUNK ? left : EP_RMA_CHUNK;
   epRmaFrame frame = {{EP_RMA_FRAME_DATA, op->to->id, op->toOffset + op->claimed, bytes, 0},
-                      op->from->base + op->fromOffset + op->claimed, -1, -1, op};
+                      op->from->base + op->fromOffset + op->claimed,
+                      -1,
+                      -1,
+                      op};
   *moved = false;
   if (!epRmaSocketRoom(to)) return EP_RMA_OK;
   if (op->from->type == EP_RMA_PTR_CUDA) {

@@ -118,11 +118,11 @@ typedef struct epRmaSocket {
   epRmaColl *coll;
   struct epRmaSocket *next; /* sockets with frames queued */
   uint32_t rank;
-  int fd;            /* -1: closed */
-  bool sending;      /* it is in that list */
-  bool byeSeen;      /* the peer closes its communicator */
-  bool byeOwed;      /* and is to be told that we read all it sent */
-  bool byeAnswered;  /* the peer read all that we sent */
+  int fd;           /* -1: closed */
+  bool sending;     /* it is in that list */
+  bool byeSeen;     /* the peer closes its communicator */
+  bool byeOwed;     /* and is to be told that we read all it sent */
+  bool byeAnswered; /* the peer read all that we sent */
   /* sending */
   epRmaFrame ring[EP_RMA_RING];
   unsigned head, tail; /* counts; slots are modulo EP_RMA_RING */
@@ -138,8 +138,8 @@ typedef struct epRmaSocket {
 } epRmaSocket;
 
 typedef struct {
-  int count;   /* sockets; 0 for this rank itself */
-  bool local;  /* they are UNIX sockets */
+  int count;     /* sockets; 0 for this rank itself */
+  bool local;    /* they are UNIX sockets */
   char name[64]; /* for messages: where it listened */
   epRmaSocket sockets[];
 } epRmaPeer;

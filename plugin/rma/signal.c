@@ -18,8 +18,8 @@ epRmaResult epRmaSignalApply(epRmaColl *coll, epRmaWindow *window, uint64_t offs
   if (window->neverReset) {
     /* NCCL clears such memory before it registers it: the shadow starts from zeros, too. */
     if (!window->shadow) window->shadow = calloc(window->size / sizeof(uint64_t), sizeof(uint64_t));
-    if (!window->shadow) return epRmaFail(coll, EP_RMA_SYSTEM_ERROR, "no memory to follow %zu bytes of signals",
-                                          window->size);
+    if (!window->shadow)
+      return epRmaFail(coll, EP_RMA_SYSTEM_ERROR, "no memory to follow %zu bytes of signals", window->size);
     value = window->shadow[offset / sizeof(uint64_t)] += value;
   } else {
     rc = epRmaGpuReadWord(&coll->gpu, at, &old);

@@ -121,13 +121,12 @@ epRmaResult epRmaSocketSend(epRmaSocket *from) {
       return EP_RMA_OK;
     }
     if (sent < 0 && errno != EAGAIN)
-      return epRmaFail(coll, EP_RMA_REMOTE_ERROR, "rank %u (%s) is lost: %s", from->rank,
-                       coll->peers[from->rank]->name, strerror(errno));
+      return epRmaFail(coll, EP_RMA_REMOTE_ERROR, "rank %u (%s) is lost: %s", from->rank, coll->peers[from->rank]->name,
+                       strerror(errno));
     uint64_t now = epRmaMilliseconds();
     if (sent < 0 && now - from->movedAt > (uint64_t)coll->settings.timeoutMs)
-      return epRmaFail(coll, EP_RMA_REMOTE_ERROR,
-                       "rank %u (%s) has taken no data for %d ms (NCCL_EP_RMA_TIMEOUT_MS)", from->rank,
-                       coll->peers[from->rank]->name, coll->settings.timeoutMs);
+      return epRmaFail(coll, EP_RMA_REMOTE_ERROR, "rank %u (%s) has taken no data for %d ms (NCCL_EP_RMA_TIMEOUT_MS)",
+                       from->rank, coll->peers[from->rank]->name, coll->settings.timeoutMs);
     if (sent < 0) return EP_RMA_OK;
     from->movedAt = now;
     from->sent += (size_t)sent;
