@@ -38,6 +38,15 @@ def _row_bytes(hidden, use_fp8):
     return align(max(2 * hidden, fp8 if use_fp8 else 0), 16)
 
 
+def buffer_size_of(comm, ranks, max_tokens, hidden, topk, use_fp8, hybrid, multiple_reductions):
+    """Bytes of the window for such batches and any number of experts."""
+    experts = MAX_EXPERTS // ranks * ranks
+    scales = 4 * ((hidden + SCALE_GROUP - 1) // SCALE_GROUP) if use_fp8 else 0
+    size = core.buffer_size(comm, experts, max_tokens, hidden, topk, 'float8_e4m3fn' if use_fp8 else 'bfloat16', scales,
+                            'bfloat16', hybrid, multiple_reductions)
+    return align(size, BUFFER_ALIGNMENT)
+
+
 class ElasticBuffer:
     """Expert-parallel dispatch and combine among the ranks of a group (a torch.distributed process group, or an emulated
     `emu.Rank`). One thread at a time, the same calls in the same order on all ranks.
@@ -98,12 +107,8 @@ class ElasticBuffer:
     def get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False,
                              allow_hybrid_mode=True, allow_multiple_reduction=True):
         """Bytes of the window for such batches and any number of experts, a multiple of 2 MB."""
-        experts = MAX_EXPERTS // group.size() * group.size()
-        scales = 4 * ((hidden + SCALE_GROUP - 1) // SCALE_GROUP) if use_fp8_dispatch else 0
-        size = core.buffer_size(_comm(group), experts, num_max_tokens_per_rank, hidden, num_topk,
-                                'float8_e4m3fn' if use_fp8_dispatch else 'bfloat16', scales, 'bfloat16',
-                                allow_hybrid_mode, allow_multiple_reduction)
-        return align(size, BUFFER_ALIGNMENT)
+        return buffer_size_of(_comm(group), group.size(), num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch,
+                              allow_hybrid_mode, allow_multiple_reduction)
 
     def get_physical_domain_size(self):
         """(RDMA ranks, NVLink ranks)."""

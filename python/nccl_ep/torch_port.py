@@ -37,6 +37,9 @@ class Operation:
     caller's stream wait (synchronous) or gives an event (asynchronous)."""
 
     def __init__(self, port, previous_event, on_comm_stream, asynchronous):
+        if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
+            raise RuntimeError('torch.utils.deterministic.fill_uninitialized_memory is on: expected off, because PyTorch '
+                               'then fills new tensors beside the communication that writes them')
         self._port, self._asynchronous = port, asynchronous
         self._caller = torch.cuda.current_stream(port.device)
         self._comm = port.comm_stream
@@ -66,7 +69,6 @@ class Operation:
                 t.record_stream(self._comm)
                 t.record_stream(self._caller)
         return self.end if self._asynchronous else None
-
 
 
 class Port:
