@@ -28,6 +28,9 @@ void epCallLeave(epCallScope *scope);
 #define EP_CALL() __attribute__((cleanup(epCallLeave), unused)) epCallScope epThisCall = epCallEnter(__func__)
 void epCallArgument(const char *name); /* NULL: none any more */
 
+/* Failures of this thread stay out of the log: who tries on behalf of another, who will tell. */
+void epFailQuietly(int on);
+
 typedef enum { EP_LOG_NONE = 0, EP_LOG_WARN, EP_LOG_INFO, EP_LOG_TRACE } epLogLevel;
 /* Level from NCCL_EP_DEBUG (else NCCL_DEBUG): NONE, WARN, INFO, TRACE; read once. Lines go to stderr. */
 void epLog(epLogLevel level, const char *format, ...) EP_PRINTF(2, 3);

@@ -36,7 +36,7 @@ ncclResult_t epRefuseCapture(const char *call, struct ncclEpGroup *g, cudaStream
   return r;
 }
 
-ncclResult_t epKernelCompile(struct ncclEpGroup *g, int id, const epConfig *config, epKernel **out) {
+static ncclResult_t epKernelCompile(struct ncclEpGroup *g, int id, const epConfig *config, epKernel **out) {
   ncclResult_t r = ncclSuccess;
   pthread_mutex_lock(&g->lock);
   *out = epKernelFind(g, id, config);
@@ -45,8 +45,18 @@ ncclResult_t epKernelCompile(struct ncclEpGroup *g, int id, const epConfig *conf
   return r;
 }
 
+ncclResult_t epKernelCompileAll(struct ncclEpGroup *g, const epWishes *wishes) {
+  epKernel *kernel;
+  ncclResult_t r = ncclSuccess;
+  epCompileTogether(g, wishes);
+  for (int i = 0; r == ncclSuccess && i < wishes->count; i++)
+    r = epKernelCompile(g, wishes->wish[i].id, &wishes->wish[i].config, &kernel);
+  return r;
+}
+
 ncclResult_t epKernelGet(const char *call, struct ncclEpGroup *g, int id, const epConfig *config, cudaStream_t stream,
                          epKernel **out) {
+  epWishes wishes;
   ncclResult_t r;
   pthread_mutex_lock(&g->lock);
   *out = epKernelFind(g, id, config);
@@ -55,5 +65,10 @@ ncclResult_t epKernelGet(const char *call, struct ncclEpGroup *g, int id, const 
   r = epRefuseCapture(
       call, g, stream,
       "its kernel is not compiled yet, and cannot be then (make one such call before, or ncclEpPrepare)");
-  return r == ncclSuccess ? epKernelCompile(g, id, config, out) : r;
+  if (r != ncclSuccess) return r;
+  if (epMayGuess(g)) {
+    epForesee(g, id, config, &wishes);
+    epCompileTogether(g, &wishes);
+  }
+  return epKernelCompile(g, id, config, out);
 }

@@ -384,7 +384,7 @@ ncclResult_t epLlPrepare(struct ncclEpGroup *g, const ncclEpPrepareConfig_t *p) 
   uint32_t rowBytes = 0, dtype = 0;
   epConfig c;
   epGrid grid;
-  epKernel *kernel;
+  epWishes wishes = {.count = 0};
   ncclResult_t r = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR || p->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR
                        ? epRowBytes(call, g, "tokens", p->hidden, p->dispatch_type, &rowBytes)
                        : epFail(ncclInvalidArgument,
@@ -400,15 +400,17 @@ ncclResult_t epLlPrepare(struct ncclEpGroup *g, const ncclEpPrepareConfig_t *p) 
   c = configOf(g, kind, p->top_k, 0, EP_DTYPE_BYTES, 0);
   c.indexBytes = epTypeBytes(p->index_type);
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_UPDATE, 1, &c, &grid);
-  if (r == ncclSuccess) r = epKernelCompile(g, EP_KERNEL_LL_UPDATE, &c, &kernel);
+  if (r == ncclSuccess) epWishAdd(&wishes, EP_KERNEL_LL_UPDATE, &c);
   if (r != ncclSuccess) return r;
   c = configOf(g, kind, p->top_k, rowBytes, EP_DTYPE_BYTES, kind == EP_LAYOUT_KIND_RANK_MAJOR);
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, 1, &c, &grid);
-  if (r == ncclSuccess) r = epKernelCompile(g, EP_KERNEL_LL_DISPATCH, &c, &kernel);
+  if (r == ncclSuccess) epWishAdd(&wishes, EP_KERNEL_LL_DISPATCH, &c);
   if (r == ncclSuccess) r = epCombineType(call, p->combine_type, &dtype);
   if (r == ncclSuccess) r = epRowBytes(call, g, "tokens", p->hidden, p->combine_type, &rowBytes);
   if (r != ncclSuccess) return r;
   c = configOf(g, kind, p->top_k, rowBytes, dtype, 0);
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_COMBINE, 1, &c, &grid);
-  return r == ncclSuccess ? epKernelCompile(g, EP_KERNEL_LL_COMBINE, &c, &kernel) : r;
+  if (r != ncclSuccess) return r;
+  epWishAdd(&wishes, EP_KERNEL_LL_COMBINE, &c);
+  return epKernelCompileAll(g, &wishes);
 }

@@ -53,14 +53,14 @@ ncclResult_t epGroupProperties(ncclEpGroup_t g, ncclEpGroupProperties_t *p) {
   return ncclSuccess;
 }
 
-static ncclResult_t epPrepareMove(struct ncclEpGroup *g, const ncclEpPrepareConfig_t *c, int id, int weights) {
+static ncclResult_t epPrepareMove(const struct ncclEpGroup *g, const ncclEpPrepareConfig_t *c, int id, int weights,
+                                  epWishes *wishes) {
   static const char call[] = "ncclEpPrepare";
   int combine = id == EP_KERNEL_COMBINE;
   ncclDataType_t type = combine ? c->combine_type : c->dispatch_type;
   uint32_t rowBytes = 0, dtype = EP_DTYPE_BYTES;
   epConfig kc;
   epGrid grid;
-  epKernel *kernel;
   ncclResult_t r = ncclSuccess;
   if (!epTypeBytes(type))
     r = epFail(ncclInvalidArgument, "%s: %s is %d: expected an ncclDataType_t", call,
@@ -72,14 +72,15 @@ static ncclResult_t epPrepareMove(struct ncclEpGroup *g, const ncclEpPrepareConf
   if (!combine && c->scale_bytes) r = epScaleBytes(call, g, "scales", c->scale_bytes, rowBytes, &kc.scaleBytes);
   if (r != ncclSuccess) return r;
   r = epPolicyMove(call, &g->topology, g->sms, id, &kc, &grid);
-  return r == ncclSuccess ? epKernelCompile(g, id, &kc, &kernel) : r;
+  if (r == ncclSuccess) epWishAdd(wishes, id, &kc);
+  return r;
 }
 
 ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
   static const char call[] = "ncclEpPrepare";
   epConfig kc;
   epGrid grid;
-  epKernel *kernel;
+  epWishes wishes = {.count = 0};
   ncclResult_t r = epGroupFind(call, g);
   if (r != ncclSuccess) return r;
   if (!epIsLl(g) && c->layout != NCCL_EP_LAYOUT_FLAT && c->layout != NCCL_EP_LAYOUT_EXPERT_MAJOR)
@@ -95,12 +96,12 @@ ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
   if (epIsLl(g)) return epLlPrepare(g, c);
   kc = epUpdateConfig(g, epLayoutKind(g, c->layout), c->top_k, epTypeBytes(c->index_type));
   r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, &kc, &grid);
-  if (r == ncclSuccess) r = epKernelCompile(g, EP_KERNEL_UPDATE, &kc, &kernel);
+  if (r == ncclSuccess) epWishAdd(&wishes, EP_KERNEL_UPDATE, &kc);
   for (int weights = 0; r == ncclSuccess && weights < 2; weights++) { /* forward: dispatch with, combine without */
-    if (weights || c->backward) r = epPrepareMove(g, c, EP_KERNEL_DISPATCH, weights);
-    if (r == ncclSuccess && (!weights || c->backward)) r = epPrepareMove(g, c, EP_KERNEL_COMBINE, weights);
+    if (weights || c->backward) r = epPrepareMove(g, c, EP_KERNEL_DISPATCH, weights, &wishes);
+    if (r == ncclSuccess && (!weights || c->backward)) r = epPrepareMove(g, c, EP_KERNEL_COMBINE, weights, &wishes);
   }
-  return r;
+  return r == ncclSuccess ? epKernelCompileAll(g, &wishes) : r;
 }
 
 ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config, ncclEpBufferSize_t *sizes) {

@@ -115,12 +115,30 @@ typedef struct epGroupWire {
 epGroupWire epGroupWireOf(const ncclEpGroupConfig_t *config, const epShape *shape, ncclResult_t status);
 ncclResult_t epGroupWireCompare(const epGroupWire *all, int ranks);
 
+/* ---- ahead.c */
+/* Kernels that are needed now or soon. */
+#define EP_WISHES 8
+typedef struct epWishes {
+  struct {
+    int id;
+    epConfig config;
+  } wish[EP_WISHES];
+  int count;
+} epWishes;
+void epWishAdd(epWishes *wishes, int id, const epConfig *config);
+/* Compiles them at once, on the caller's thread and others that end before it returns. What fails is not told: it is
+ * tried again by epKernelCompile. Never while capturing. */
+void epCompileTogether(struct ncclEpGroup *group, const epWishes *wishes);
+/* The kernel itself and those that a layer which needs it is likely to need next. */
+void epForesee(const struct ncclEpGroup *group, int id, const epConfig *config, epWishes *out);
+int epMayGuess(const struct ncclEpGroup *group); /* there are cores for kernels that nobody asked for yet */
+
 /* ---- kernel.c */
 /* The kernel, compiled now if need be; refused while `stream` is being captured and it is not compiled yet. */
 ncclResult_t epKernelGet(const char *call, struct ncclEpGroup *group, int id, const epConfig *config,
                          cudaStream_t stream, epKernel **out);
-/* The same without a stream: for ncclEpPrepare. */
-ncclResult_t epKernelCompile(struct ncclEpGroup *group, int id, const epConfig *config, epKernel **out);
+/* The same without a stream, for ncclEpPrepare: all of them, several at once. */
+ncclResult_t epKernelCompileAll(struct ncclEpGroup *group, const epWishes *wishes);
 ncclResult_t epRefuseCapture(const char *call, struct ncclEpGroup *group, cudaStream_t stream, const char *why);
 
 /* ---- error.c */

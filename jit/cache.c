@@ -280,7 +280,7 @@ int epCacheLock(epCache *cache, const epCacheKey *key) {
     if ((errno != EAGAIN && errno != EACCES && errno != EINTR) || now.tv_sec - start.tv_sec >= EP_CACHE_LOCK_SECONDS)
       break;
     nanosleep(&nap, NULL);
-    if (nap.tv_nsec < 32 * 1000 * 1000) nap.tv_nsec *= 2;
+    if (nap.tv_nsec < 8 * 1000 * 1000) nap.tv_nsec *= 2; /* late by little beside what was waited for */
   }
   close(fd);
   return -1;

@@ -22,6 +22,7 @@
 #include "fail.h"
 #include "fake/fake.h"
 #include "jit_ext.h"
+#include "runtime.h"
 
 /* ---- NCCL, as far as the backend knows it. The program exports these names, and the backend finds them loaded.
  * ---------- */
@@ -453,11 +454,110 @@ static void fewDriverCalls(void **state) {
   assert_int_equal(thread(), 0);
 }
 
+/* ---- kernels ahead of their use ---------------------------------------------------------------------------------------- */
+
+enum { TOKENS = 8, TOPK = 2, HIDDEN = 128, EXPERTS = 8 };
+
+static ncclEpTensor_t tensorOf(unsigned ndim, ncclDataType_t type, const size_t *sizes) {
+  static _Alignas(64) char memory[1 << 16]; /* kernels do nothing: all tensors may lie at one place */
+  ncclEpTensor_t t = NCCL_EP_TENSOR_INIT;
+  t.ndim = ndim;
+  t.datatype = type;
+  t.sizes = (size_t *)(uintptr_t)sizes;
+  t.data = memory;
+  return t;
+}
+
+/* A rank alone, one layer: update, dispatch, combine. */
+static void oneLayer(ncclEpGroup_t g, ncclEpLayout_t layout) {
+  int ll = g->config.algorithm == NCCL_EP_ALGO_LOW_LATENCY, rankMajor = layout == NCCL_EP_LAYOUT_RANK_MAJOR;
+  const size_t choices[] = {TOKENS, TOPK}, rows[] = {TOKENS, HIDDEN}, flat[] = {TOKENS, HIDDEN},
+               flatTopk[] = {TOKENS, TOPK};
+  const size_t place[] = {rankMajor ? 1 : EXPERTS, TOKENS, HIDDEN}, placeTopk[] = {1, TOKENS, TOPK};
+  ncclEpTensor_t idx = tensorOf(2, ncclInt64, choices), x = tensorOf(2, ncclBfloat16, rows);
+  ncclEpTensor_t w = tensorOf(2, ncclFloat32, choices), y = tensorOf(2, ncclBfloat16, rows);
+  ncclEpTensor_t out = ll ? tensorOf(3, ncclBfloat16, place) : tensorOf(2, ncclBfloat16, flat);
+  ncclEpTensor_t outW = ll ? tensorOf(3, ncclFloat32, placeTopk) : tensorOf(2, ncclFloat32, flatTopk);
+  ncclEpTensor_t outIdx = ll ? tensorOf(3, ncclInt32, placeTopk) : tensorOf(2, ncclInt64, flatTopk);
+  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+  ncclEpDispatchOutputs_t result = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  ncclEpCombineInputs_t back = NCCL_EP_COMBINE_INPUTS_INIT;
+  ncclEpCombineOutputs_t sums = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  ncclEpHandle_t h = NULL;
+  in.tokens = &x, result.tokens = &out, back.tokens = &out, sums.tokens = &y;
+  if (!ll || rankMajor) in.topk_weights = &w, result.topk_weights = &outW, result.topk_idx = &outIdx;
+  if (ll && !rankMajor) sums.topk_weights = &w;
+  assert_int_equal(ncclEpInitHandle(&h, g, layout, NULL, TOPK, NULL), ncclSuccess);
+  assert_int_equal(ncclEpUpdateHandle(h, &idx, NULL, NULL), ncclSuccess);
+  assert_int_equal(ncclEpDispatch(h, &in, &result, NULL, NULL, NULL), ncclSuccess);
+  assert_int_equal(ncclEpCombine(h, &back, &sums, NULL, NULL), ncclSuccess);
+  assert_int_equal(ncclEpHandleDestroy(h), ncclSuccess);
+}
+
+/* What the first kernel makes the library expect is what the layer then asks for; compiling together loads each once; and
+ * nothing is compiled any more after ncclEpPrepare. */
+static void kernelsAhead(void **state) {
+  static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_FLAT, NCCL_EP_LAYOUT_RANK_MAJOR, NCCL_EP_LAYOUT_EXPERT_MAJOR};
+  struct ncclComm comm = {0, 1, &theWorld};
+  int version = 0;
+  (void)state;
+  ncclGetVersion(&version);
+  if (!haveCompiler || version >= 22900) skip(); /* it has nothing to do with NCCL: once is enough */
+  mine = &comm;
+  pthread_barrier_init(&theWorld.barrier, NULL, 1);
+  for (int i = 0; i < 3; i++) {
+    ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
+    ncclEpPrepareConfig_t prepare = NCCL_EP_PREPARE_CONFIG_INIT;
+    ncclEpGroup_t g = NULL;
+    epWishes wishes;
+    int before;
+    config.algorithm = i ? NCCL_EP_ALGO_LOW_LATENCY : NCCL_EP_ALGO_HIGH_THROUGHPUT;
+    config.num_experts = EXPERTS;
+    config.max_dispatch_tokens_per_rank = TOKENS;
+    config.max_recv_tokens_per_rank = i ? NCCL_EP_AUTO : TOKENS;
+    config.max_token_bytes = 2 * HIDDEN;
+    config.num_topk = TOPK;
+    assert_int_equal(ncclEpCreateGroup(&g, (ncclComm_t)&comm, &config), ncclSuccess);
+    oneLayer(g, layouts[i]);
+    assert_int_equal(g->kernelCount, 3);
+    for (int k = 0; k < 2; k++) { /* from the update, and from the dispatch */
+      epForesee(g, g->kernels[k].id, &g->kernels[k].config, &wishes);
+      assert_int_equal(wishes.count, 3 - k);
+      for (int j = k; j < 3; j++) {
+        assert_int_equal(wishes.wish[j - k].id, g->kernels[j].id);
+        assert_memory_equal(&wishes.wish[j - k].config, &g->kernels[j].config, sizeof(epConfig));
+      }
+    }
+    epForesee(g, g->kernels[0].id, &g->kernels[0].config, &wishes);
+    assert_int_equal(ncclEpGroupDestroy(g), ncclSuccess);
+
+    assert_int_equal(ncclEpCreateGroup(&g, (ncclComm_t)&comm, &config), ncclSuccess);
+    before = live();
+    epCompileTogether(g, &wishes);
+    assert_int_equal(live() - before, 3); /* modules */
+    epCompileTogether(g, &wishes);
+    assert_int_equal(live() - before, 3);
+    assert_int_equal(thread(), 0);
+    prepare.layout = layouts[i];
+    prepare.hidden = HIDDEN;
+    prepare.top_k = TOPK;
+    prepare.dispatch_type = prepare.combine_type = ncclBfloat16;
+    prepare.index_type = ncclInt64;
+    assert_int_equal(ncclEpPrepare(g, &prepare), ncclSuccess);
+    assert_int_equal(g->kernelCount, 3);
+    oneLayer(g, layouts[i]);
+    assert_int_equal(g->kernelCount, 3);
+    assert_int_equal(ncclEpGroupDestroy(g), ncclSuccess);
+    assert_int_equal(live(), 0);
+  }
+  pthread_barrier_destroy(&theWorld.barrier);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(twoRanks),      cmocka_unit_test(noWindow),
-                                     cmocka_unit_test(wrongWindow),   cmocka_unit_test(anyCallFails),
-                                     cmocka_unit_test(refusals),      cmocka_unit_test(peersThatStayAway),
-                                     cmocka_unit_test(fewDriverCalls)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(twoRanks),       cmocka_unit_test(noWindow),
+                                     cmocka_unit_test(wrongWindow),    cmocka_unit_test(anyCallFails),
+                                     cmocka_unit_test(refusals),       cmocka_unit_test(peersThatStayAway),
+                                     cmocka_unit_test(fewDriverCalls), cmocka_unit_test(kernelsAhead)};
   epJit *jit;
   void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (lib) {

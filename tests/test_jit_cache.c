@@ -13,8 +13,10 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "cache.h"
@@ -36,6 +38,15 @@ int __wrap_fsync(int fd) {
   if (!failSync) return __real_fsync(fd);
   errno = failSync;
   return -1;
+}
+/* Seconds by which the clock is ahead of the last look at it. */
+static int clockStep, clockAhead;
+int __real_clock_gettime(clockid_t id, struct timespec *t);
+int __wrap_clock_gettime(clockid_t id, struct timespec *t);
+int __wrap_clock_gettime(clockid_t id, struct timespec *t) {
+  int rc = __real_clock_gettime(id, t);
+  t->tv_sec += clockAhead += clockStep;
+  return rc;
 }
 /* The C library's name of openat depends on the width of off_t that the build chose. */
 #define WRAP_OPENAT(name)                                                \
@@ -243,6 +254,31 @@ static void lockExcludes(void **state) {
   close(ready[0]), close(ready[1]), close(go[0]), close(go[1]);
 }
 
+/* A process that holds a lock and is killed leaves it to the next; one that never lets go is waited for no longer than
+ * the limit, and then everybody compiles for himself. */
+static void lockWaitEnds(void **state) {
+  int ready[2], status, lock;
+  char c;
+  (void)state;
+  assert_int_equal(pipe(ready), 0);
+  pid_t child = fork();
+  if (child == 0) {
+    lock = epCacheLock(cache, &key);
+    _exit(lock < 0 || write(ready[1], "r", 1) != 1 || pause());
+  }
+  assert_true(child > 0);
+  assert_int_equal(read(ready[0], &c, 1), 1);
+  clockStep = EP_CACHE_LOCK_SECONDS / 3; /* each look at the clock */
+  assert_int_equal(epCacheLock(cache, &key), -1);
+  clockStep = 0;
+  assert_int_equal(kill(child, SIGKILL), 0);
+  lock = epCacheLock(cache, &key);
+  assert_true(lock >= 0);
+  epCacheUnlock(lock);
+  assert_int_equal(waitpid(child, &status, 0), child);
+  close(ready[0]), close(ready[1]);
+}
+
 /* Exit status of a child: 0 found, 1 compiled, 2 failed. */
 static int compileInChild(int failing) {
   epJit *jit;
@@ -311,6 +347,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(folderIsFile, setUp, tearDown),
       cmocka_unit_test_setup_teardown(fileSystemErrors, setUp, tearDown),
       cmocka_unit_test_setup_teardown(lockExcludes, setUp, tearDown),
+      cmocka_unit_test_setup_teardown(lockWaitEnds, setUp, tearDown),
       cmocka_unit_test_setup_teardown(processes, setUp, tearDown),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
