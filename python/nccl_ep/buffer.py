@@ -141,6 +141,12 @@ class ElasticBuffer:
         """All ranks' streams meet."""
         self._port.barrier(use_comm_stream, with_cpu_sync)
 
+    def check(self):
+        """Raises RuntimeError for what a kernel has reported: an expert id out of range, a wait that timed out. Reads host
+        memory, waits for nothing. An id out of range counts as -1 and is reported once."""
+        for group in self._groups.values():
+            group.check()
+
     # ---- Groups and handles -----------------------------------------------------------------------------------------
 
     def _group_of(self, num_experts, max_tokens, row_bytes, num_sms):

@@ -67,10 +67,8 @@ class Group:
         if reported.value:
             info = c_api.ErrorInfo()
             call('ncclEpGetErrorInfo', self.pointer, info)
+            call('ncclEpErrorClear', self.pointer)
             raise RuntimeError('rank %d: %s' % (info.rank, info.text.decode(errors='replace')))
-
-    def clear(self):
-        call('ncclEpErrorClear', self.pointer)
 
     def destroy(self):
         """Collective. The caller has synchronised its streams."""

@@ -329,6 +329,29 @@ class Refusals(Case):
             refused(RuntimeError, 'the buffer is destroyed', combine, recv, handle)
         emu.run(body, 1)
 
+    def test_bad_id(self):
+        """An id out of range selects nothing, and is reported."""
+        data = batches(53, 2)
+        bad = [np.where(b.idx == 3, EXPERTS + 7, b.idx) for b in data]
+        self.assertTrue(any((b > EXPERTS).any() for b in bad))
+        for b in data:
+            b.weights[b.idx == 3] = 0
+            b.idx[b.idx == 3] = -1
+
+        def body(rank):
+            buffer = buffer_of(rank)
+            b, flat = data[rank.rank()], reference.Flat(data, rank.rank(), EXPERTS)
+            buffer.check()
+            recv, _, _, handle, _ = buffer.dispatch(rank.tensor(b.x, 'bfloat16'), rank.tensor(bad[rank.rank()]),
+                                                    rank.tensor(b.weights), num_experts=EXPERTS)
+            self.equal(recv.float(), flat.gather(data, 'x'), 'tokens')
+            if (bad[rank.rank()] > EXPERTS).any():
+                with self.assertRaisesRegex(RuntimeError, r'topk_idx\[\d\]\[\d\] is 15: expected'):
+                    buffer.check()
+            buffer.check()
+            buffer.destroy()
+        emu.run(body, 2, seed=8)
+
     def test_not_there_yet(self):
         """What the C interface lacks is said, not left out."""
         b = batches(52, 1)[0]
