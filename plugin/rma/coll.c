@@ -42,20 +42,20 @@ void epRmaPause(epRmaColl *coll) {
   pthread_mutex_unlock(&coll->mutex);
   const struct timespec moment = {0, 20000};
   nanosleep(&moment, NULL);
+  coll->wanted++;
   pthread_mutex_lock(&coll->mutex);
+  coll->wanted--;
   epRmaResult rc = epRmaGpuEnter(&coll->gpu);
   if (rc) epRmaNote(coll, rc);
 }
 
-static void freeColl(epRmaColl *coll) {
-  if (coll->peers)
-    for (uint32_t rank = 0; rank < coll->ranks; rank++) {
-      for (int i = 0; coll->peers[rank] && i < coll->peers[rank]->count; i++) {
-        epRmaSocketClose(&coll->peers[rank]->sockets[i]);
-        epRmaStageFree(&coll->peers[rank]->sockets[i].leaving);
-        epRmaStageFree(&coll->peers[rank]->sockets[i].arrived);
-      }
-    }
+/* What needs the GPU entered. */
+static void clear(epRmaColl *coll) {
+  for (uint32_t rank = 0; coll->peers && rank < coll->ranks; rank++)
+    for (int i = 0; coll->peers[rank] && i < coll->peers[rank]->count; i++)
+      epRmaSocketClose(&coll->peers[rank]->sockets[i]);
+  epRmaStageFree(&coll->leaving);
+  epRmaStageFree(&coll->arriving);
   epRmaWindowFreeAll(coll);
 }
 
@@ -77,7 +77,7 @@ epRmaResult epRmaCollOpen(epRmaListener *listener, void *handles[], uint32_t ran
   coll->ranks = ranks, coll->rank = rank, coll->epoll = -1;
   coll->settings = *epRmaListenerSettings(listener);
   pthread_mutex_init(&coll->mutex, NULL);
-  coll->peers = calloc(ranks, sizeof(*coll->peers));
+  coll->peers = calloc(ranks, sizeof(epRmaPeer *));
   coll->epoll = epoll_create1(EPOLL_CLOEXEC);
   if (!coll->peers || coll->epoll < 0) {
     EP_RMA_WARN("a communicator of %u ranks: %s", ranks, strerror(errno));
@@ -104,7 +104,7 @@ epRmaResult epRmaCollOpen(epRmaListener *listener, void *handles[], uint32_t ran
   *out = coll;
   return EP_RMA_OK;
 fail:
-  freeColl(coll);
+  clear(coll);
   release(coll);
   return rc;
 }
@@ -167,7 +167,7 @@ epRmaResult epRmaCollClose(epRmaColl *coll) {
   }
   if (!coll->error) farewell(coll);
   if (coll->gpu.ready) epRmaGpuSync(coll->gpu.in);
-  freeColl(coll);
+  clear(coll);
   epRmaGpuLeave(&coll->gpu);
   epRmaGpuClose(&coll->gpu);
   pthread_mutex_unlock(&coll->mutex);

@@ -1,8 +1,11 @@
 /* The exported tables: arguments checked, the communicator's mutex taken, its GPU entered. Everything else is behind. */
+#include <unistd.h>
+
 #include "rma.h"
 
 #define EP_RMA_EXPORT __attribute__((visibility("default")))
 
+enum { IDLE_US = 10 };
 static int instance; /* what init hands out: there is no state but the communicators' */
 static char name[] = "ep";
 
@@ -13,12 +16,25 @@ static epRmaResult missing(const char *call, const char *what) {
 #define NEED(argument) \
   if (!(argument)) return missing(__func__, #argument)
 
-static epRmaResult enter(epRmaColl *coll) {
+static epRmaResult enterInTurn(epRmaColl *coll) {
   pthread_mutex_lock(&coll->mutex);
   epRmaResult rc = epRmaGpuEnter(&coll->gpu);
   if (!rc) return EP_RMA_OK;
   epRmaNote(coll, rc);
   pthread_mutex_unlock(&coll->mutex);
+  return rc;
+}
+
+/* The progress thread comes back as soon as it has left: it lets others go first. */
+static epRmaResult enterProgress(epRmaColl *coll) {
+  if (coll->wanted > 0) usleep(1);
+  return enterInTurn(coll);
+}
+
+static epRmaResult enter(epRmaColl *coll) {
+  coll->wanted++;
+  epRmaResult rc = enterInTurn(coll);
+  coll->wanted--;
   return rc;
 }
 
@@ -208,7 +224,7 @@ static epRmaResult deregMrSym(void *collComm, void *mhandle) {
 
 static epRmaResult issue(epRmaContext *context, const epRmaPut *put, void **request) {
   epRmaOp *op = NULL;
-  epRmaResult rc = enter(context->coll);
+  epRmaResult rc = enterProgress(context->coll);
   if (rc) return rc;
   rc = epRmaPutIssue(context, put, &op);
   leave(context->coll);
@@ -278,28 +294,33 @@ static epRmaResult iflush(void *rmaCtx, int context, void *mhandle, uint32_t ran
   return EP_RMA_OK;
 }
 
+static epRmaResult progressOf(epRmaColl *coll) {
+  epRmaResult rc = enterProgress(coll);
+  if (rc) return rc;
+  rc = epRmaProgress(coll);
+  leave(coll);
+  return rc;
+}
+
 static epRmaResult test(void *collComm, void *request, int *done) {
   bool finished = false;
   NEED(collComm);
   NEED(request);
   NEED(done);
   *done = 0;
-  epRmaResult rc = enter(collComm);
-  if (rc) return rc;
-  rc = epRmaOpTest(request, &finished);
-  leave(collComm);
+  epRmaColl *coll = collComm;
+  if (coll->wanted > 0) usleep(1);
+  pthread_mutex_lock(&coll->mutex);
+  epRmaResult rc = epRmaOpTest(request, &finished);
+  bool idle = !rc && !finished && epRmaMicroseconds() - coll->progressedAt > IDLE_US;
+  pthread_mutex_unlock(&coll->mutex);
   *done = finished;
-  return rc;
+  return idle ? progressOf(coll) : rc; /* some callers wait here and do not call progress */
 }
 
 static epRmaResult progress(void *rmaCtx) {
   NEED(rmaCtx);
-  epRmaColl *coll = ((epRmaContext *)rmaCtx)->coll;
-  epRmaResult rc = enter(coll);
-  if (rc) return rc;
-  rc = epRmaProgress(coll);
-  leave(coll);
-  return rc;
+  return progressOf(((epRmaContext *)rmaCtx)->coll);
 }
 
 static epRmaResult queryLastError(void *rmaCtx, bool *hasError) {

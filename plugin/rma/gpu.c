@@ -120,6 +120,10 @@ static epRmaResult makeStreams(epRmaGpu *gpu) {
   void *word = NULL;
   epRmaResult rc = epRmaGpuPinned(&word, sizeof(*gpu->word));
   gpu->word = word;
+  while (!rc && gpu->eventCount < EP_RMA_EVENTS / 2) {
+    rc = epRmaGpuEvent(&gpu->events[gpu->eventCount]);
+    if (!rc) gpu->eventCount++;
+  }
   return rc;
 }
 
@@ -152,6 +156,7 @@ void epRmaGpuClose(epRmaGpu *gpu) {
   int device = 0;
   if (!gpu->ready) return;
   if (epRmaGpuEnter(gpu) == EP_RMA_OK) {
+    while (gpu->eventCount > 0) epRmaGpuFreeEvent(gpu->events[--gpu->eventCount]);
     if (gpu->in) cu.streamDestroy(gpu->in);
     for (int i = 0; i < EP_RMA_OUT_STREAMS; i++)
       if (gpu->out[i]) cu.streamDestroy(gpu->out[i]);
@@ -195,15 +200,24 @@ epRmaResult epRmaGpuEvent(void **event) {
 
 void epRmaGpuFreeEvent(void *event) { cu.eventDestroy(event); }
 
-epRmaResult epRmaGpuRecord(void *event, void *stream) {
-  int error = cu.eventRecord(event, stream);
-  return error == SUCCESS ? EP_RMA_OK : failed("cuEventRecord", error);
+epRmaResult epRmaGpuTakeEvent(epRmaGpu *gpu, void **event) {
+  if (gpu->eventCount == 0) return epRmaGpuEvent(event);
+  *event = gpu->events[--gpu->eventCount];
+  return EP_RMA_OK;
+}
+
+void epRmaGpuGiveEvent(epRmaGpu *gpu, void *event) {
+  if (gpu->eventCount < EP_RMA_EVENTS)
+    gpu->events[gpu->eventCount++] = event;
+  else
+    epRmaGpuFreeEvent(event);
 }
 
 epRmaResult epRmaGpuCopy(void *to, const void *from, size_t bytes, void *stream, void *event) {
   int error = cu.copy((epRmaCuPtr)to, (epRmaCuPtr)from, bytes, stream);
   if (error != SUCCESS) return failed("cuMemcpyAsync", error);
-  return event ? epRmaGpuRecord(event, stream) : EP_RMA_OK;
+  error = event ? cu.eventRecord(event, stream) : SUCCESS;
+  return error == SUCCESS ? EP_RMA_OK : failed("cuEventRecord", error);
 }
 
 epRmaResult epRmaGpuDone(void *event, bool *done) {

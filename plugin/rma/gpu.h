@@ -8,7 +8,7 @@
 typedef uintptr_t epRmaCuPtr;
 typedef unsigned long long epRmaCuHandle; /* CUmemGenericAllocationHandle */
 
-enum { EP_RMA_OUT_STREAMS = 4 };
+enum { EP_RMA_OUT_STREAMS = 4, EP_RMA_EVENTS = 1024 };
 
 typedef struct {
   int device; /* CUDA ordinal */
@@ -16,6 +16,8 @@ typedef struct {
   void *out[EP_RMA_OUT_STREAMS]; /* copies that leave: contexts in turn */
   void *in;                      /* copies that arrive, and signals behind them */
   uint64_t *word;                /* pinned: a signal's old value, where memory may be reset behind our back */
+  void *events[EP_RMA_EVENTS];   /* idle ones */
+  int eventCount;
   int captureMode;
   bool ready;
 } epRmaGpu;
@@ -32,8 +34,10 @@ epRmaResult epRmaGpuPinned(void **host, size_t bytes);
 void epRmaGpuFreePinned(void *host);
 epRmaResult epRmaGpuEvent(void **event);
 void epRmaGpuFreeEvent(void *event);
+/* From a pool that is filled when the GPU is opened: nothing needs to be created while kernels run. */
+epRmaResult epRmaGpuTakeEvent(epRmaGpu *gpu, void **event);
+void epRmaGpuGiveEvent(epRmaGpu *gpu, void *event);
 epRmaResult epRmaGpuCopy(void *to, const void *from, size_t bytes, void *stream, void *event); /* event: may be NULL */
-epRmaResult epRmaGpuRecord(void *event, void *stream);
 epRmaResult epRmaGpuDone(void *event, bool *done);
 epRmaResult epRmaGpuSync(void *stream);
 epRmaResult epRmaGpuWriteWord(epRmaGpu *gpu, void *to, uint64_t value); /* behind what arrived before */

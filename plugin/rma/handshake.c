@@ -1,5 +1,5 @@
-/* From NCCL's handles to connected sockets. A handle holds a listener's addresses and a secret; NCCL's bootstrap takes it
- * to every rank and to nobody else. The higher rank connects to the lower, and both prove that they hold the
+/* From NCCL's handles to connected sockets. A handle holds a secret of its listener's, and NCCL's bootstrap takes it to every
+ * rank and to nobody else. The higher rank connects to the lower, and both prove that they hold the
  * listener's secret before anything else is read:
  *
  *   connector ── hello: who, to whom, which socket, nonce ──────► listener
@@ -7,45 +7,20 @@
  *             ─── hash(secret, "C" hello nonce) ────────────────►
  *
  * All connections are made at once in one poll loop, so no order of ranks can deadlock and a stranger delays nobody. */
-#include <arpa/inet.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <stddef.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
-#include "rma.h"
+#include "handle.h"
 
-#define HANDLE_MAGIC 0x316d72706563636eull /* the version is in it */
 #define HELLO_MAGIC 0x316f6c6c65687065ull
+static const char CLOSED[] = "it closed the connection, or did not accept our proof";
 enum { STRANGER_MS = 10000 }; /* for a proof, once a connection is there */
-
-/* What NCCL carries for us: at most EP_RMA_HANDLE_BYTES. */
-typedef struct {
-  uint64_t magic;
-  uint64_t host; /* equal where UNIX sockets reach */
-  uint64_t name; /* of the UNIX socket */
-  uint8_t secret[EP_RMA_SECRET_BYTES];
-  uint16_t sockets;
-  uint16_t addresses;
-  uint16_t ports[EP_RMA_MAX_INTERFACES];      /* network order */
-  uint8_t address[EP_RMA_MAX_INTERFACES][16]; /* IPv6, or IPv4 mapped */
-} handleText;
-_Static_assert(sizeof(handleText) <= EP_RMA_HANDLE_BYTES, "NCCL carries 128 bytes");
-
-struct epRmaListener {
-  epRmaSettings settings;
-  handleText handle;
-  int fds[EP_RMA_MAX_INTERFACES + 1]; /* TCP by interface, then UNIX; -1: none */
-};
 
 typedef struct {
   uint64_t magic;
@@ -64,6 +39,7 @@ typedef struct {
   bool listener; /* ours is the listening end */
   enum { CONNECTING, WAIT_HELLO, WAIT_ANSWER, WAIT_PROOF } stage;
   uint32_t rank, socket;
+  const char *why; /* it is dropped */
   uint64_t deadline;
   size_t got;
   helloText hello;
@@ -74,148 +50,11 @@ typedef struct {
 typedef struct {
   epRmaColl *coll;
   epRmaListener *own;
-  handleText **handles;
+  epRmaHandle *handles; /* by rank */
   candidate *candidates;
   unsigned count, room;
   unsigned missing; /* sockets not yet connected */
 } meeting;
-
-static bool sameHostId(uint64_t *id) {
-  struct {
-    char boot[40];
-    uint64_t device, inode;
-  } text = {{0}, 0, 0};
-  uint8_t hash[EP_RMA_SECRET_BYTES];
-  const uint8_t key[EP_RMA_SECRET_BYTES] = "ep: which host?";
-  struct stat net;
-  FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
-  if (!file) return false;
-  bool ok = fgets(text.boot, sizeof(text.boot), file) != NULL;
-  fclose(file);
-  /* Abstract UNIX sockets are seen within a network namespace. */
-  if (!ok || stat("/proc/self/ns/net", &net) != 0) return false;
-  text.device = net.st_dev, text.inode = net.st_ino;
-  epRmaKeyedHash(key, &text, sizeof(text), hash);
-  memcpy(id, hash, sizeof(*id));
-  return *id != 0;
-}
-
-static socklen_t unixName(uint64_t name, struct sockaddr_un *address) {
-  memset(address, 0, sizeof(*address));
-  address->sun_family = AF_UNIX;
-  int length =
-      snprintf(address->sun_path + 1, sizeof(address->sun_path) - 1, "nccl-rma-ep-%016llx", (unsigned long long)name);
-  return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length);
-}
-
-static void packAddress(const struct sockaddr_storage *from, uint8_t to[16], uint16_t *port) {
-  memset(to, 0, 16);
-  if (from->ss_family == AF_INET6) {
-    const struct sockaddr_in6 *in6 = (const void *)from;
-    memcpy(to, &in6->sin6_addr, 16);
-    *port = in6->sin6_port;
-  } else {
-    const struct sockaddr_in *in = (const void *)from;
-    to[10] = to[11] = 0xff;
-    memcpy(to + 12, &in->sin_addr, 4);
-    *port = in->sin_port;
-  }
-}
-
-static void unpackAddress(const uint8_t from[16], uint16_t port, struct sockaddr_storage *to) {
-  struct in6_addr address;
-  memset(to, 0, sizeof(*to));
-  memcpy(&address, from, 16);
-  if (IN6_IS_ADDR_V4MAPPED(&address)) {
-    struct sockaddr_in *in = (void *)to;
-    in->sin_family = AF_INET, in->sin_port = port;
-    memcpy(&in->sin_addr, from + 12, 4);
-  } else {
-    struct sockaddr_in6 *in6 = (void *)to;
-    in6->sin6_family = AF_INET6, in6->sin6_port = port, in6->sin6_addr = address;
-  }
-}
-
-static void describe(const handleText *handle, bool local, unsigned at, char *out, size_t bytes) {
-  char text[INET6_ADDRSTRLEN] = "?";
-  struct sockaddr_storage address;
-  if (local) {
-    snprintf(out, bytes, "this host");
-    return;
-  }
-  unpackAddress(handle->address[at], handle->ports[at], &address);
-  if (address.ss_family == AF_INET)
-    inet_ntop(AF_INET, &((struct sockaddr_in *)(void *)&address)->sin_addr, text, sizeof(text));
-  else
-    inet_ntop(AF_INET6, &((struct sockaddr_in6 *)(void *)&address)->sin6_addr, text, sizeof(text));
-  snprintf(out, bytes, "%s port %u", text, ntohs(handle->ports[at]));
-}
-
-/* ---- listening ------------------------------------------------------------------------------------------------- */
-
-static int listenAt(const struct sockaddr *address, socklen_t bytes) {
-  int fd = socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (fd < 0) return -1;
-  if (bind(fd, address, bytes) == 0 && listen(fd, SOMAXCONN) == 0) return fd;
-  int error = errno;
-  close(fd);
-  errno = error;
-  return -1;
-}
-
-epRmaResult epRmaListen(void *handle, epRmaListener **out) {
-  epRmaResult rc = EP_RMA_SYSTEM_ERROR;
-  struct sockaddr_un local;
-  epRmaListener *listener = calloc(1, sizeof(*listener));
-  if (!listener) {
-    EP_RMA_WARN("no memory for a listener");
-    return EP_RMA_SYSTEM_ERROR;
-  }
-  for (int i = 0; i <= EP_RMA_MAX_INTERFACES; i++) listener->fds[i] = -1;
-  handleText *text = &listener->handle;
-  text->magic = HANDLE_MAGIC;
-  rc = epRmaSettingsRead(&listener->settings);
-  if (rc) goto fail;
-  rc = EP_RMA_SYSTEM_ERROR;
-  text->sockets = (uint16_t)listener->settings.sockets;
-  text->addresses = (uint16_t)listener->settings.interfaceCount;
-  if (!epRmaRandom(text->secret, sizeof(text->secret)) || !epRmaRandom(&text->name, sizeof(text->name))) {
-    EP_RMA_WARN("no random numbers for a secret: %s", strerror(errno));
-    goto fail;
-  }
-  for (int i = 0; i < listener->settings.interfaceCount; i++) {
-    struct sockaddr_storage address = listener->settings.interfaces[i].address;
-    socklen_t bytes = epRmaAddressBytes(&address);
-    listener->fds[i] = listenAt((struct sockaddr *)&address, bytes);
-    if (listener->fds[i] < 0 || getsockname(listener->fds[i], (struct sockaddr *)&address, &bytes) != 0) {
-      EP_RMA_WARN("cannot listen on interface %s: %s", listener->settings.interfaces[i].name, strerror(errno));
-      goto fail;
-    }
-    packAddress(&address, text->address[i], &text->ports[i]);
-  }
-  if (listener->settings.local && sameHostId(&text->host)) {
-    listener->fds[EP_RMA_MAX_INTERFACES] = listenAt((struct sockaddr *)&local, unixName(text->name, &local));
-    if (listener->fds[EP_RMA_MAX_INTERFACES] < 0) {
-      EP_RMA_INFO("peers of this host are reached by TCP: no UNIX socket: %s", strerror(errno));
-      text->host = 0;
-    }
-  }
-  memset(handle, 0, EP_RMA_HANDLE_BYTES);
-  memcpy(handle, text, sizeof(*text));
-  *out = listener;
-  return EP_RMA_OK;
-fail:
-  epRmaCloseListener(listener);
-  return rc;
-}
-
-void epRmaCloseListener(epRmaListener *listener) {
-  for (int i = 0; i <= EP_RMA_MAX_INTERFACES; i++)
-    if (listener->fds[i] >= 0) close(listener->fds[i]);
-  free(listener);
-}
-
-const epRmaSettings *epRmaListenerSettings(const epRmaListener *listener) { return &listener->settings; }
 
 /* ---- proving --------------------------------------------------------------------------------------------------- */
 
@@ -272,17 +111,16 @@ static void settle(meeting *all, unsigned at) {
 /* One step of a candidate. -1: drop it; 1: it became a socket; 0: it waits. */
 static int step(meeting *all, candidate *at) {
   epRmaColl *coll = all->coll;
-  const handleText *own = &all->own->handle;
+  const epRmaHandle *own = &all->own->handle;
   uint8_t expected[EP_RMA_SECRET_BYTES];
   int error = 0, got;
   socklen_t bytes = sizeof(error);
   switch (at->stage) {
   case CONNECTING:
     if (getsockopt(at->fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0) error = errno;
-    if (error) {
-      EP_RMA_WARN("rank %u (%s) cannot be reached: %s", at->rank, coll->peers[at->rank]->name, strerror(error));
-      return -1;
-    }
+    at->why = strerrordesc_np(error);
+    if (error) return -1;
+    at->why = CLOSED;
     at->hello = (helloText){HELLO_MAGIC, coll->rank, at->rank, at->socket, coll->ranks, {0}};
     if (!epRmaRandom(at->hello.nonce, sizeof(at->hello.nonce)) || !sendAll(at->fd, &at->hello, sizeof(at->hello)))
       return -1;
@@ -304,12 +142,12 @@ static int step(meeting *all, candidate *at) {
   case WAIT_ANSWER:
     got = receiveAll(at, &at->answer, sizeof(at->answer));
     if (got <= 0) return got;
-    prove(all->handles[at->rank]->secret, 'L', &at->hello, at->answer.nonce, expected);
+    prove(all->handles[at->rank].secret, 'L', &at->hello, at->answer.nonce, expected);
     if (!epRmaSameSecret(expected, at->answer.proof)) {
-      EP_RMA_WARN("rank %u (%s) does not hold the communicator's secret", at->rank, coll->peers[at->rank]->name);
+      at->why = "it does not hold the secret that its handle names";
       return -1;
     }
-    prove(all->handles[at->rank]->secret, 'C', &at->hello, at->answer.nonce, at->proof);
+    prove(all->handles[at->rank].secret, 'C', &at->hello, at->answer.nonce, at->proof);
     return sendAll(at->fd, at->proof, sizeof(at->proof)) ? 1 : -1;
   case WAIT_PROOF:
     got = receiveAll(at, at->proof, sizeof(at->proof));
@@ -336,17 +174,17 @@ static candidate *add(meeting *all, int fd) {
 }
 
 static epRmaResult dial(meeting *all, uint32_t rank, uint32_t index) {
-  const handleText *to = all->handles[rank];
+  const epRmaHandle *to = &all->handles[rank];
   epRmaPeer *peer = all->coll->peers[rank];
   const epRmaSettings *settings = &all->coll->settings;
-  struct sockaddr_storage address, own;
+  struct sockaddr_storage address, own = {0};
   struct sockaddr_un local;
   unsigned there = index % to->addresses;
-  unpackAddress(to->address[there], to->ports[there], &address);
+  epRmaHandleAddress(to, there, &address);
   int fd = socket(peer->local ? AF_UNIX : address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error;
   if (fd < 0) goto fail;
   if (peer->local) {
-    error = connect(fd, (struct sockaddr *)&local, unixName(to->name, &local));
+    error = connect(fd, (struct sockaddr *)&local, epRmaUnixName(to->name, &local));
   } else {
     /* From one of our named interfaces, whatever the routes say: the same place in the list where families agree. */
     for (int i = 0; i < settings->interfaceCount; i++) {
@@ -410,12 +248,26 @@ static bool dialed(const meeting *all, uint32_t rank, uint32_t index) {
   return false;
 }
 
+/* *again: a listener's queue was full, try once more. */
+static epRmaResult dialAll(meeting *all, bool *again) {
+  epRmaResult rc = EP_RMA_OK;
+  *again = false;
+  for (uint32_t rank = 0; !rc && rank < all->coll->rank; rank++)
+    for (uint32_t i = 0; !rc && i < (uint32_t)all->coll->peers[rank]->count; i++) {
+      if (dialed(all, rank, i)) continue;
+      unsigned before = all->count;
+      rc = dial(all, rank, i);
+      *again = *again || all->count == before;
+    }
+  return rc;
+}
+
 static epRmaResult meet(meeting *all) {
   epRmaColl *coll = all->coll;
   epRmaResult rc = EP_RMA_OK;
   uint64_t deadline = epRmaMilliseconds() + (uint64_t)coll->settings.timeoutMs;
   struct pollfd *polls = NULL;
-  unsigned pollRoom = 0;
+  unsigned room = 0;
   bool again = true;
   while (!rc && all->missing > 0) {
     uint64_t now = epRmaMilliseconds();
@@ -423,26 +275,17 @@ static epRmaResult meet(meeting *all) {
       rc = report(all);
       break;
     }
-    if (again) { /* the first time, and while a listener's queue is full */
-      again = false;
-      for (uint32_t rank = 0; !rc && rank < coll->rank; rank++)
-        for (uint32_t i = 0; !rc && i < (uint32_t)coll->peers[rank]->count; i++)
-          if (!dialed(all, rank, i)) {
-            unsigned before = all->count;
-            rc = dial(all, rank, i);
-            again = again || all->count == before;
-          }
-      if (rc) break;
-    }
-    if (pollRoom < all->count + EP_RMA_MAX_INTERFACES + 1) {
-      pollRoom = 2 * all->count + EP_RMA_MAX_INTERFACES + 1;
-      struct pollfd *more = realloc(polls, pollRoom * sizeof(*more));
-      if (!more) {
+    if (again) rc = dialAll(all, &again);
+    if (rc) break;
+    if (!polls || room < all->count) {
+      room = 2 * all->count + 64;
+      free(polls);
+      polls = calloc(room + EP_RMA_MAX_INTERFACES + 1, sizeof(*polls));
+      if (!polls) {
         EP_RMA_WARN("no memory to connect %u ranks", coll->ranks);
         rc = EP_RMA_SYSTEM_ERROR;
         break;
       }
-      polls = more;
     }
     unsigned waiting = all->count;
     for (unsigned i = 0; i < waiting; i++)
@@ -465,8 +308,8 @@ static epRmaResult meet(meeting *all) {
         EP_RMA_WARN("refused a connection that did not prove this communicator's secret");
         drop(all, i);
       } else if (moved < 0) {
-        EP_RMA_WARN("no connection with rank %u (%s): it closed, or one of the two does not hold the secret", at->rank,
-                    coll->peers[at->rank]->name);
+        EP_RMA_WARN("no connection with rank %u (%s): %s", at->rank, coll->peers[at->rank]->name,
+                    at->why ? at->why : "it does not answer");
         rc = EP_RMA_REMOTE_ERROR;
         break;
       }
@@ -494,54 +337,59 @@ static epRmaResult raiseLimit(unsigned sockets) {
   return EP_RMA_OK;
 }
 
-epRmaResult epRmaConnectPeers(epRmaColl *coll, epRmaListener *listener, void *handles[]) {
-  meeting all = {coll, listener, NULL, NULL, 0, 0, 0};
-  const handleText *own = &listener->handle;
-  epRmaResult rc = EP_RMA_SYSTEM_ERROR;
-  all.handles = calloc(coll->ranks, sizeof(*all.handles));
-  handleText *texts = calloc(coll->ranks, sizeof(*texts));
-  if (!all.handles || !texts) {
-    EP_RMA_WARN("no memory to connect %u ranks", coll->ranks);
-    goto done;
-  }
-  rc = EP_RMA_INVALID_ARGUMENT;
-  for (uint32_t rank = 0; rank < coll->ranks; rank++) {
-    handleText *text = all.handles[rank] = &texts[rank]; /* copied: NCCL's may be unaligned */
+static epRmaResult readHandles(meeting *all, void *handles[]) {
+  const epRmaHandle *own = &all->own->handle;
+  for (uint32_t rank = 0; rank < all->coll->ranks; rank++) {
+    epRmaHandle *text = &all->handles[rank];
     if (handles[rank]) memcpy(text, handles[rank], sizeof(*text));
-    if (text->magic != HANDLE_MAGIC || text->addresses < 1 || text->addresses > EP_RMA_MAX_INTERFACES ||
+    if (text->magic != EP_RMA_HANDLE_MAGIC || text->addresses < 1 || text->addresses > EP_RMA_MAX_INTERFACES ||
         text->sockets < 1 || text->sockets > EP_RMA_MAX_SOCKETS) {
       EP_RMA_WARN("the handle of rank %u is not of this version of the plugin: all ranks need the same one", rank);
-      goto done;
+      return EP_RMA_INVALID_ARGUMENT;
     }
-    if (rank == coll->rank && memcmp(text, own, sizeof(*text)) != 0) {
+    if (rank == all->coll->rank && (text->name != own->name || !epRmaSameSecret(text->secret, own->secret))) {
       EP_RMA_WARN("the handle of rank %u is not that of the listener", rank);
-      goto done;
+      return EP_RMA_INVALID_ARGUMENT;
     }
   }
-  rc = EP_RMA_SYSTEM_ERROR;
+  return EP_RMA_OK;
+}
+
+static epRmaResult makePeers(meeting *all) {
+  epRmaColl *coll = all->coll;
+  const epRmaHandle *own = &all->own->handle;
   for (uint32_t rank = 0; rank < coll->ranks; rank++) {
-    const handleText *text = all.handles[rank];
+    const epRmaHandle *text = &all->handles[rank];
     int count = rank == coll->rank ? 0 : text->sockets < own->sockets ? text->sockets : own->sockets;
     epRmaPeer *peer = coll->peers[rank] = calloc(1, sizeof(*peer) + (size_t)count * sizeof(epRmaSocket));
     if (!peer) {
       EP_RMA_WARN("no memory to connect %u ranks", coll->ranks);
-      goto done;
+      return EP_RMA_SYSTEM_ERROR;
     }
     peer->count = count;
     peer->local = own->host != 0 && own->host == text->host;
-    describe(text, peer->local, 0, peer->name, sizeof(peer->name));
+    epRmaHandleName(text, peer->local, peer->name, sizeof(peer->name));
     for (int i = 0; i < count; i++) {
       epRmaSocket *to = &peer->sockets[i];
       to->coll = coll, to->rank = rank, to->fd = to->inFd = to->inSlot = -1;
     }
-    all.missing += (unsigned)count;
+    all->missing += (unsigned)count;
   }
-  rc = raiseLimit(all.missing);
+  return EP_RMA_OK;
+}
+
+epRmaResult epRmaConnectPeers(epRmaColl *coll, epRmaListener *listener, void *handles[]) {
+  meeting all = {.coll = coll, .own = listener, .handles = calloc(coll->ranks, sizeof(epRmaHandle))};
+  if (!all.handles) {
+    EP_RMA_WARN("no memory to connect %u ranks", coll->ranks);
+    return EP_RMA_SYSTEM_ERROR;
+  }
+  epRmaResult rc = readHandles(&all, handles);
+  if (!rc) rc = makePeers(&all);
+  if (!rc) rc = raiseLimit(all.missing);
   if (!rc) rc = meet(&all);
-done:
   for (unsigned i = 0; i < all.count; i++) close(all.candidates[i].fd);
   free(all.candidates);
   free(all.handles);
-  free(texts);
   return rc;
 }

@@ -54,12 +54,12 @@ static epRmaResult queueChunk(epRmaSocket *to, epRmaOp *op, bool *moved) {
   *moved = false;
   if (!epRmaSocketRoom(to)) return EP_RMA_OK;
   if (op->from->type == EP_RMA_PTR_CUDA) {
-    epRmaResult rc = epRmaStageTake(&to->leaving, &frame.slot);
+    epRmaResult rc = epRmaStageTake(&coll->leaving, &frame.slot);
     if (rc) return epRmaNote(coll, rc);
     if (frame.slot < 0) return EP_RMA_OK;
-    char *staged = to->leaving.memory + (size_t)frame.slot * EP_RMA_CHUNK;
+    char *staged = epRmaStageAt(&coll->leaving, frame.slot);
     int stream = numberOf(op->lane) % EP_RMA_OUT_STREAMS;
-    rc = epRmaGpuCopy(staged, frame.payload, bytes, coll->gpu.out[stream], to->leaving.events[frame.slot]);
+    rc = epRmaGpuCopy(staged, frame.payload, bytes, coll->gpu.out[stream], coll->leaving.events[frame.slot]);
     if (rc) return epRmaNote(coll, rc);
     frame.payload = staged;
   }
@@ -98,8 +98,10 @@ static epRmaResult step(epRmaLane *lane) {
       rc = epRmaGpuDone(op->event, &op->copied);
       if (rc) return epRmaNote(coll, rc);
       if (!op->copied) return EP_RMA_OK;
+      epRmaGpuGiveEvent(&coll->gpu, op->event);
+      op->event = NULL;
     }
-    while (!op->direct && op->claimed < op->size) {
+    while (to && !op->direct && op->claimed < op->size) {
       if (turn++ == CHUNKS_A_TURN) return EP_RMA_OK;
       rc = queueChunk(to, op, &moved);
       if (rc || !moved) return rc;
@@ -200,7 +202,7 @@ epRmaResult epRmaContextDestroy(epRmaContext *context) {
     epRmaOp *op = context->created;
     context->created = op->created;
     if (op->lane && !op->done) opDone(op);
-    if (op->event) epRmaGpuFreeEvent(op->event);
+    if (op->event) epRmaGpuGiveEvent(&coll->gpu, op->event);
     free(op);
   }
   free(context);
@@ -264,7 +266,7 @@ static epRmaResult copyDirectly(epRmaColl *coll, epRmaOp *op, const epRmaPut *pu
     op->copied = true;
     return EP_RMA_OK;
   }
-  epRmaResult rc = op->event ? EP_RMA_OK : epRmaGpuEvent(&op->event);
+  epRmaResult rc = epRmaGpuTakeEvent(&coll->gpu, &op->event);
   int stream = (op->lane->context->first + put->context) % EP_RMA_OUT_STREAMS;
   return rc ? rc : epRmaGpuCopy(to, from, put->size, coll->gpu.out[stream], op->event);
 }
@@ -288,10 +290,12 @@ epRmaResult epRmaPutIssue(epRmaContext *context, const epRmaPut *put, epRmaOp **
     op->created = context->created;
     context->created = op;
   }
-  *op = (epRmaOp){.created = op->created, .event = op->event, .lane = lane};
+  *op = (epRmaOp){.created = op->created, .lane = lane};
   char *to = put->size > 0 ? reach(coll, put) : NULL;
   if (to) rc = copyDirectly(coll, op, put, to);
   if (rc) {
+    if (op->event) epRmaGpuGiveEvent(&coll->gpu, op->event);
+    op->event = NULL;
     op->lane = NULL;
     op->next = context->free;
     context->free = op;
@@ -317,18 +321,12 @@ epRmaResult epRmaPutIssue(epRmaContext *context, const epRmaPut *put, epRmaOp **
 
 epRmaResult epRmaOpTest(epRmaOp *op, bool *done) {
   epRmaLane *lane = op->lane;
-  epRmaColl *coll = lane->context->coll;
-  epRmaResult rc = EP_RMA_OK;
-  *done = false;
-  if (!op->done && coll->error) return coll->error;
-  if (!op->done) rc = step(lane);
-  /* Some callers wait here alone and never call progress. */
-  if (!rc && !op->done && epRmaMicroseconds() - coll->progressedAt > 50) rc = epRmaProgress(coll);
-  if (rc || !op->done) return rc;
+  const epRmaColl *coll = lane->context->coll;
+  *done = op->done;
+  if (!op->done) return coll->error;
   lane->inFlight--;
   op->lane = NULL;
   op->next = lane->context->free;
   lane->context->free = op;
-  *done = true;
   return EP_RMA_OK;
 }

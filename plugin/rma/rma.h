@@ -9,6 +9,7 @@
 #define EP_RMA_RMA_H_
 
 #include <pthread.h>
+#include <stdatomic.h>
 
 #include "abi.h"
 #include "gpu.h"
@@ -18,7 +19,7 @@
 
 enum {
   EP_RMA_CHUNK = 512 << 10, /* bytes of a frame at most: what one staging slot holds */
-  EP_RMA_SLOTS = 4,         /* staging slots a socket and direction */
+  EP_RMA_SLOTS = 16,        /* staging slots of a communicator and direction */
   EP_RMA_RING = 64,         /* frames queued on a socket */
   EP_RMA_MAX_RECVS = 8,     /* times 32: operations in flight for a context and peer */
   EP_RMA_DEPTH = EP_RMA_MAX_RECVS * EP_RMA_REQUESTS_PER_RECV,
@@ -102,16 +103,18 @@ struct epRmaContext {
 typedef struct {
   epRmaHeader header;
   const char *payload;
-  int slot; /* of the staging, or -1 */
+  int slot; /* of what leaves, or -1 */
   int fd;   /* sent along and closed, or -1 */
   epRmaOp *op;
 } epRmaFrame;
 
+/* Pinned memory between GPU and sockets, allocated before any kernel runs: to allocate may mean to wait for kernels, and
+ * these wait for us. A slot is held for a frame that was begun, so it always comes free again. */
 typedef struct {
-  char *memory; /* EP_RMA_SLOTS chunks, pinned; NULL until needed */
+  char *memory; /* EP_RMA_SLOTS chunks */
   void *events[EP_RMA_SLOTS];
   bool busy[EP_RMA_SLOTS];
-  bool leaving[EP_RMA_SLOTS]; /* free as soon as the event is done */
+  bool ending[EP_RMA_SLOTS]; /* free as soon as the event is done */
 } epRmaStage;
 
 typedef struct epRmaSocket {
@@ -128,13 +131,11 @@ typedef struct epRmaSocket {
   unsigned head, tail; /* counts; slots are modulo EP_RMA_RING */
   size_t sent;         /* bytes of the first frame */
   uint64_t movedAt;    /* ms */
-  epRmaStage leaving;
   /* receiving */
   epRmaHeader in;
   size_t got; /* bytes of the frame so far, header included */
   int inFd;
   int inSlot;
-  epRmaStage arrived;
 } epRmaSocket;
 
 typedef struct {
@@ -146,11 +147,13 @@ typedef struct {
 
 struct epRmaColl {
   pthread_mutex_t mutex;
+  atomic_int wanted; /* callers other than the progress thread that wait for it */
   uint32_t ranks, rank;
   epRmaSettings settings;
   epRmaPeer **peers;
   int epoll;
   epRmaGpu gpu;
+  epRmaStage leaving, arriving;
   epRmaWindow **windows; /* by number; the dead window where one was deregistered */
   uint32_t windowCount, windowRoom, nextWindow;
   epRmaContext *contexts;
@@ -166,13 +169,13 @@ uint64_t epRmaMicroseconds(void);
 
 /* ---- handshake.c: listening, and sockets with peers that hold the secret ------------------------------------------ */
 typedef struct epRmaListener epRmaListener;
-epRmaResult epRmaListen(void *handle, epRmaListener **listener);
+epRmaResult epRmaListen(void *handle, epRmaListener **out);
 void epRmaCloseListener(epRmaListener *listener);
 const epRmaSettings *epRmaListenerSettings(const epRmaListener *listener);
 epRmaResult epRmaConnectPeers(epRmaColl *coll, epRmaListener *listener, void *handles[]);
 
 /* ---- coll.c: the communicator -------------------------------------------------------------------------------- */
-epRmaResult epRmaCollOpen(epRmaListener *listener, void *handles[], uint32_t ranks, uint32_t rank, epRmaColl **coll);
+epRmaResult epRmaCollOpen(epRmaListener *listener, void *handles[], uint32_t ranks, uint32_t rank, epRmaColl **out);
 epRmaResult epRmaCollClose(epRmaColl *coll);
 /* Notes the first error, with a line in the log; everything fails with it from then on. */
 epRmaResult epRmaFail(epRmaColl *coll, epRmaResult error, const char *format, ...)
@@ -186,12 +189,15 @@ void epRmaPause(epRmaColl *coll);
 epRmaSocket *epRmaSocketOf(epRmaColl *coll, uint32_t rank, int context);
 bool epRmaSocketRoom(const epRmaSocket *socket);
 void epRmaSocketPush(epRmaSocket *socket, const epRmaFrame *frame); /* there is room */
-epRmaResult epRmaSocketSend(epRmaSocket *socket);
-epRmaResult epRmaSocketReceive(epRmaSocket *socket);
+epRmaResult epRmaSocketSend(epRmaSocket *from);
+epRmaResult epRmaSocketReceive(epRmaSocket *to);
 void epRmaSocketClose(epRmaSocket *socket); /* inside */
-/* A free slot of a stage, or -1: try again later. */
-epRmaResult epRmaStageTake(epRmaStage *stage, int *slot);
+
+/* ---- stage.c ---------------------------------------------------------------------------------------------------- */
+epRmaResult epRmaStageMake(epRmaStage *stage);
 void epRmaStageFree(epRmaStage *stage);
+epRmaResult epRmaStageTake(epRmaStage *stage, int *slot); /* -1: none is free, try again later */
+char *epRmaStageAt(const epRmaStage *stage, int slot);
 
 /* ---- window.c -------------------------------------------------------------------------------------------------- */
 epRmaResult epRmaWindowRegister(epRmaColl *coll, void *data, size_t size, int type, uint64_t flags, epRmaWindow **out);

@@ -26,40 +26,6 @@ void epRmaSocketPush(epRmaSocket *socket, const epRmaFrame *frame) {
   socket->coll->sending = socket;
 }
 
-/* ---- staging --------------------------------------------------------------------------------------------------- */
-
-epRmaResult epRmaStageTake(epRmaStage *stage, int *slot) {
-  epRmaResult rc = EP_RMA_OK;
-  *slot = -1;
-  if (!stage->memory) {
-    void *memory = NULL;
-    rc = epRmaGpuPinned(&memory, (size_t)EP_RMA_SLOTS * EP_RMA_CHUNK);
-    stage->memory = memory;
-    for (int i = 0; !rc && i < EP_RMA_SLOTS; i++) rc = epRmaGpuEvent(&stage->events[i]);
-    if (rc) return rc;
-  }
-  for (int i = 0; i < EP_RMA_SLOTS; i++) {
-    bool done = false;
-    if (stage->busy[i] && stage->leaving[i]) {
-      rc = epRmaGpuDone(stage->events[i], &done);
-      if (rc) return rc;
-      if (done) stage->busy[i] = stage->leaving[i] = false;
-    }
-    if (stage->busy[i]) continue;
-    stage->busy[i] = true;
-    *slot = i;
-    return EP_RMA_OK;
-  }
-  return EP_RMA_OK;
-}
-
-void epRmaStageFree(epRmaStage *stage) {
-  for (int i = 0; i < EP_RMA_SLOTS; i++)
-    if (stage->events[i]) epRmaGpuFreeEvent(stage->events[i]);
-  if (stage->memory) epRmaGpuFreePinned(stage->memory);
-  memset(stage, 0, sizeof(*stage));
-}
-
 /* ---- sending --------------------------------------------------------------------------------------------------- */
 
 static ssize_t sendSome(epRmaSocket *from, epRmaFrame *frame, size_t total) {
@@ -89,7 +55,7 @@ static ssize_t sendSome(epRmaSocket *from, epRmaFrame *frame, size_t total) {
 }
 
 static void frameDone(epRmaSocket *from, epRmaFrame *frame) {
-  if (frame->slot >= 0) from->leaving.busy[frame->slot] = false;
+  if (frame->slot >= 0) from->coll->leaving.busy[frame->slot] = false;
   if (frame->fd >= 0) close(frame->fd);
   if (frame->op) epRmaOpFrameSent(frame->op);
   from->head++;
@@ -107,7 +73,7 @@ epRmaResult epRmaSocketSend(epRmaSocket *from) {
     size_t total = sizeof(frame->header) + (frame->header.type == EP_RMA_FRAME_DATA ? frame->header.size : 0);
     if (frame->slot >= 0 && from->sent == 0) {
       bool done = false;
-      epRmaResult rc = epRmaGpuDone(from->leaving.events[frame->slot], &done);
+      epRmaResult rc = epRmaGpuDone(from->coll->leaving.events[frame->slot], &done);
       if (rc) return epRmaNote(coll, rc);
       if (!done) {
         from->movedAt = epRmaMilliseconds();
@@ -200,25 +166,25 @@ static epRmaResult target(epRmaSocket *to, char **at, epRmaWindow **window) {
     *at = (*window)->base + to->in.offset + had;
     return EP_RMA_OK;
   }
-  if (to->inSlot < 0) rc = epRmaStageTake(&to->arrived, &to->inSlot);
+  if (to->inSlot < 0) rc = epRmaStageTake(&to->coll->arriving, &to->inSlot);
   if (rc) return epRmaNote(to->coll, rc);
-  if (to->inSlot >= 0) *at = to->arrived.memory + (size_t)to->inSlot * EP_RMA_CHUNK + had;
+  if (to->inSlot >= 0) *at = epRmaStageAt(&to->coll->arriving, to->inSlot) + had;
   return EP_RMA_OK;
 }
 
 static epRmaResult dataDone(epRmaSocket *to, epRmaWindow *window) {
-  epRmaResult rc = EP_RMA_OK;
+  epRmaStage *stage = &to->coll->arriving;
   int slot = to->inSlot;
   to->got = 0;
   to->inSlot = -1;
   if (slot < 0) return EP_RMA_OK;
   if (!window) {
-    to->arrived.busy[slot] = false;
+    stage->busy[slot] = false;
     return EP_RMA_OK;
   }
-  rc = epRmaGpuCopy(window->base + to->in.offset, to->arrived.memory + (size_t)slot * EP_RMA_CHUNK, to->in.size,
-                    to->coll->gpu.in, to->arrived.events[slot]);
-  to->arrived.leaving[slot] = true;
+  stage->ending[slot] = true;
+  epRmaResult rc = epRmaGpuCopy(window->base + to->in.offset, epRmaStageAt(stage, slot), to->in.size, to->coll->gpu.in,
+                                stage->events[slot]);
   return rc ? epRmaNote(to->coll, rc) : EP_RMA_OK;
 }
 
@@ -262,6 +228,8 @@ epRmaResult epRmaSocketReceive(epRmaSocket *to) {
 
 void epRmaSocketClose(epRmaSocket *socket) {
   while (socket->head != socket->tail) frameDone(socket, &socket->ring[socket->head % EP_RMA_RING]);
+  if (socket->inSlot >= 0) socket->coll->arriving.busy[socket->inSlot] = false;
+  socket->inSlot = -1;
   if (socket->inFd >= 0) close(socket->inFd);
   if (socket->fd >= 0) close(socket->fd);
   socket->inFd = socket->fd = -1;

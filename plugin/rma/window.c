@@ -10,23 +10,27 @@
 
 static epRmaWindow dead; /* stands in the table for a window that was deregistered: late frames are dropped */
 
-static epRmaResult slotOf(epRmaColl *coll, uint32_t id, epRmaWindow ***out) {
+/* A place in the table, with a window in it that waits for its registration; NULL where there is no memory. */
+static epRmaWindow **slotOf(epRmaColl *coll, uint32_t id) {
+  epRmaWindow *window = NULL;
   if (id >= coll->windowRoom) {
     uint32_t room = coll->windowRoom ? 2 * coll->windowRoom : 16;
     while (room <= id) room *= 2;
     epRmaWindow **more = realloc(coll->windows, room * sizeof(epRmaWindow *));
-    if (!more) return epRmaFail(coll, EP_RMA_SYSTEM_ERROR, "no memory for window %u", id);
+    if (!more) goto fail;
     memset(more + coll->windowRoom, 0, (room - coll->windowRoom) * sizeof(epRmaWindow *));
     coll->windows = more, coll->windowRoom = room;
   }
-  *out = &coll->windows[id];
-  if (**out) return EP_RMA_OK;
-  epRmaWindow *window = calloc(1, sizeof(*window) + coll->ranks * sizeof(window->peers[0]));
-  if (!window) return epRmaFail(coll, EP_RMA_SYSTEM_ERROR, "no memory for window %u", id);
+  if (coll->windows[id]) return &coll->windows[id];
+  window = calloc(1, sizeof(*window) + coll->ranks * sizeof(window->peers[0]));
+  if (!window) goto fail;
   window->coll = coll, window->id = id, window->fd = -1;
   for (uint32_t rank = 0; rank < coll->ranks; rank++) window->peers[rank].fd = -1;
-  **out = window;
-  return EP_RMA_OK;
+  coll->windows[id] = window;
+  return &coll->windows[id];
+fail:
+  epRmaFail(coll, EP_RMA_SYSTEM_ERROR, "no memory for window %u", id);
+  return NULL;
 }
 
 static void freeWindow(epRmaColl *coll, epRmaWindow *window) {
@@ -48,18 +52,18 @@ void epRmaWindowFreeAll(epRmaColl *coll) {
 
 epRmaResult epRmaWindowSeen(epRmaColl *coll, uint32_t rank, const epRmaHeader *header, int fd) {
   epRmaWindow **slot = NULL;
-  epRmaResult rc;
+  epRmaResult rc = EP_RMA_OK;
   /* Nobody finishes a registration before all have begun it: a peer is at most one ahead. */
   if (header->window > coll->nextWindow)
     rc = epRmaFail(coll, EP_RMA_REMOTE_ERROR, "rank %u registers window %u, window %u is expected", rank,
                    header->window, coll->nextWindow);
   else
-    rc = slotOf(coll, header->window, &slot);
-  if (!rc && (*slot == &dead || (*slot)->peers[rank].known))
+    slot = slotOf(coll, header->window);
+  if (slot && (*slot == &dead || (*slot)->peers[rank].known))
     rc = epRmaFail(coll, EP_RMA_REMOTE_ERROR, "rank %u registers window %u twice", rank, header->window);
-  if (rc) {
+  if (rc || !slot) {
     if (fd >= 0) close(fd);
-    return rc;
+    return coll->error;
   }
   struct epRmaPeerWindow *peer = &(*slot)->peers[rank];
   *peer = (struct epRmaPeerWindow){true, header->size, header->offset, header->value, fd, NULL};
@@ -98,8 +102,13 @@ static epRmaResult openGpu(epRmaColl *coll, void *data) {
   epRmaResult rc = epRmaGpuOpen(&coll->gpu, data);
   if (rc || was) return rc;
   rc = epRmaGpuEnter(&coll->gpu);
-  if (rc) epRmaGpuClose(&coll->gpu);
-  return rc;
+  if (rc) {
+    epRmaGpuClose(&coll->gpu);
+    return rc;
+  }
+  rc = epRmaStageMake(&coll->leaving);
+  if (!rc) rc = epRmaStageMake(&coll->arriving);
+  return rc ? epRmaNote(coll, rc) : EP_RMA_OK;
 }
 
 /* Tells every peer. size 0: this rank could not, so that nobody waits for it. */
@@ -159,9 +168,9 @@ static void mapPeers(epRmaColl *coll, epRmaWindow *window) {
 }
 
 epRmaResult epRmaWindowRegister(epRmaColl *coll, void *data, size_t size, int type, uint64_t flags, epRmaWindow **out) {
-  epRmaWindow **slot = NULL;
-  epRmaResult rc = coll->error ? coll->error : slotOf(coll, coll->nextWindow, &slot), own;
-  if (rc) return rc;
+  epRmaWindow **slot = coll->error ? NULL : slotOf(coll, coll->nextWindow);
+  epRmaResult rc, own;
+  if (!slot) return coll->error;
   epRmaWindow *window = *slot;
   coll->nextWindow++;
   own = check(data, size, type);

@@ -208,7 +208,9 @@ CALL(cuMemcpyAsync, ptr to, ptr from, size_t bytes, void *on) {
     if (!what.snapshot) return unlock(INVALID);
     memcpy(what.snapshot, (const void *)from, bytes);
   }
-  return unlock(enqueue(on, what));
+  int rc = enqueue(on, what);
+  if (rc) free(what.snapshot);
+  return unlock(rc);
 }
 CALL(cuStreamWriteValue64_v2, void *on, ptr to, uint64_t word, unsigned flags) {
   NEED_CONTEXT();
