@@ -88,6 +88,7 @@ class ElasticBuffer:
         self._groups = {}
         self._routings = weakref.WeakSet()
         self._retired = []
+        self._captured = []  # routings that graphs use, which may be replayed for as long as the buffer is there
         if num_bytes is None:
             num_bytes = self.get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch,
                                                   allow_hybrid_mode, allow_multiple_reduction)
@@ -200,6 +201,7 @@ class ElasticBuffer:
         for handle, _, _ in self._retired:
             handle.destroy()
         self._retired.clear()
+        self._captured.clear()
         for group in self._groups.values():
             group.destroy()
         self._groups.clear()
@@ -258,7 +260,15 @@ class ElasticBuffer:
         routing.handle.update(port.describe(topk_idx), port.describe(counters), op.stream)
         locals_ = num_experts // self.num_ranks
         bound = align(self.num_ranks * max_tokens * min(topk, locals_) + (alignment - 1) * locals_, alignment)
-        return EPHandle(port, routing, stored, do_expand, num_experts, alignment, max_tokens, num_sms, bound)
+        return EPHandle(port, routing, stored, do_expand, num_experts, alignment, max_tokens, num_sms, bound,
+                        captured=not port.may_query())
+
+    def _used(self, op, handle):
+        """Notes the last use of a handle."""
+        if self._port.may_query():
+            handle._routing.last = op.end
+        elif handle._routing not in self._captured:
+            self._captured.append(handle._routing)
 
     # ---- Dispatch ---------------------------------------------------------------------------------------------------
 
@@ -330,7 +340,7 @@ class ElasticBuffer:
         recv_x, recv_scales, recv_weights, recv_idx = outputs
         end = op.finish([t for t in (x, scales, topk_idx, topk_weights, stats, handle.topk_idx) + outputs
                          if t is not None])
-        handle._routing.last = op.end
+        self._used(op, handle)
         event = EventOverlap(EventHandle(end) if end is not None else None)
         return (recv_x if scales is None else (recv_x, recv_scales), recv_idx,
                 recv_weights if topk_weights is not None else None, handle, event)
@@ -413,7 +423,7 @@ class ElasticBuffer:
             dict(tokens=port.describe(combined), topk_weights=port.describe(combined_weights)),
             backward=topk_weights is not None, stream=op.stream)
         end = op.finish([t for t in (x, topk_weights, combined, combined_weights) if t is not None])
-        handle._routing.last = op.end
+        self._used(op, handle)
         return combined, combined_weights, EventOverlap(EventHandle(end) if end is not None else None)
 
     # ---- Parts of DeepEP V2 that are not expert parallelism ------------------------------------------------------------

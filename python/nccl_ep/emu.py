@@ -252,7 +252,8 @@ class Port:
     def synchronize(self):
         self.group.synchronize()
 
-    def may_query(self):
+    @staticmethod
+    def may_query():
         return True
 
     def barrier(self, use_comm_stream, with_cpu_sync):

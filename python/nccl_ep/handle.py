@@ -34,7 +34,7 @@ class EPHandle:
     channel_linked_list = None
 
     def __init__(self, port, routing, topk_idx, do_expand, num_experts, expert_alignment, num_max_tokens_per_rank,
-                 num_sms, rows_bound):
+                 num_sms, rows_bound, captured=False):
         self._port, self._routing = port, routing
         self.topk_idx = topk_idx
         self.do_expand = do_expand
@@ -45,6 +45,7 @@ class EPHandle:
         self.num_recv_tokens = port.size * num_max_tokens_per_rank
         self.num_expanded_tokens = rows_bound
         self.num_recv_tokens_per_expert_list = []
+        self._captured = captured  # a graph updates it at each replay: nothing that was read stays true
         self._counts = None
         self._zero_weights = None
         self._read = {}
@@ -55,7 +56,7 @@ class EPHandle:
         return self.num_expanded_tokens if self.do_expand else self.num_recv_tokens
 
     def _know_counts(self):
-        if self._counts is None:
+        if self._counts is None or self._captured:
             self._counts = self._routing.handle.counts()
         return self._counts
 
@@ -67,7 +68,7 @@ class EPHandle:
         self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list)
 
     def _integers(self, name, values):
-        if name not in self._read:
+        if name not in self._read or self._captured:
             values = values()
             self._read[name] = self._port.integers(values, (len(values),), 'int32')
         return self._read[name]
@@ -101,7 +102,7 @@ class EPHandle:
 
     @property
     def recv_src_metadata(self):
-        if 'metadata' not in self._read:
+        if 'metadata' not in self._read or self._captured:
             received = sum(self._know_counts().per_source)
             self._read['metadata'] = self._port.source_metadata(
                 self._routing.handle.metadata(received), received, self._routing.handle.topk,
@@ -114,7 +115,7 @@ class EPHandle:
 
     @property
     def dst_buffer_slot_idx(self):
-        if 'sent' not in self._read:
+        if 'sent' not in self._read or self._captured:
             handle = self._routing.handle
             slots = handle.sent_slots()
             self._read['sent'] = self._port.integers(slots[:handle.tokens * handle.topk],
