@@ -13,7 +13,8 @@ def count(test):
     failed = sum(int(n) for n in re.findall(r"^\[ +FAILED +\] (\d+) test", out, re.M))
     for n, end in re.findall(r"^Ran (\d+) tests? in .*\n\n(?:OK|FAILED)(.*)$", out, re.M):
         bad = sum(int(m) for m in re.findall(r"(?:failures|errors)=(\d+)", end))
-        passed, failed = passed + int(n) - bad, failed + bad
+        skipped = sum(int(m) for m in re.findall(r"skipped=(\d+)", end))
+        passed, failed = passed + int(n) - bad - skipped, failed + bad
     if test["result"] in ("OK", "EXPECTEDFAIL"):
         return max(passed, 1), 0
     if test["result"] == "SKIP":
