@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the tests named on the command line with a Python that has NumPy: this one, else the system's. Exit status 77
+"""Runs the test file named on the command line with a Python that has NumPy: this one, else the system's. Exit status 77
 (skipped, for meson) where neither has it, or all tests were skipped."""
 import os
 import re
@@ -19,7 +19,7 @@ else:
     sys.exit(77)
 paths = [os.path.dirname(here), here] + os.environ.get('PYTHONPATH', '').split(os.pathsep)
 environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in paths if p), PYTHONDONTWRITEBYTECODE='1')
-done = subprocess.run([python, '-m', 'unittest', '-v'] + sys.argv[1:], env=environment, cwd=here, text=True,
+done = subprocess.run([python, '-m', 'unittest', 'discover', '-v', '-p', sys.argv[1]], env=environment, cwd=here, text=True,
                       stderr=subprocess.PIPE)
 sys.stderr.write(done.stderr)
 skipped = done.returncode == 0 and re.search(r'^Ran (\d+) tests? in .*\n\nOK \(skipped=\1\)', done.stderr, re.M)
