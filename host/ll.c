@@ -378,13 +378,12 @@ ncclResult_t epLlCombine(struct ncclEpHandle *h, const ncclEpCombineInputs_t *in
 
 /* ---- Prepare ------------------------------------------------------------------------------------------------------- */
 
-ncclResult_t epLlPrepare(struct ncclEpGroup *g, const ncclEpPrepareConfig_t *p) {
+ncclResult_t epLlPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareConfig_t *p, epWishes *out) {
   static const char call[] = "ncclEpPrepare";
   uint32_t kind = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? EP_LAYOUT_KIND_RANK_MAJOR : EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
   uint32_t rowBytes = 0, dtype = 0;
   epConfig c;
   epGrid grid;
-  epWishes wishes = {.count = 0};
   ncclResult_t r = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR || p->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR
                        ? epRowBytes(call, g, "tokens", p->hidden, p->dispatch_type, &rowBytes)
                        : epFail(ncclInvalidArgument,
@@ -400,17 +399,16 @@ ncclResult_t epLlPrepare(struct ncclEpGroup *g, const ncclEpPrepareConfig_t *p) 
   c = configOf(g, kind, p->top_k, 0, EP_DTYPE_BYTES, 0);
   c.indexBytes = epTypeBytes(p->index_type);
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_UPDATE, 1, &c, &grid);
-  if (r == ncclSuccess) epWishAdd(&wishes, EP_KERNEL_LL_UPDATE, &c);
+  if (r == ncclSuccess) epWishAdd(out, EP_KERNEL_LL_UPDATE, &c);
   if (r != ncclSuccess) return r;
   c = configOf(g, kind, p->top_k, rowBytes, EP_DTYPE_BYTES, kind == EP_LAYOUT_KIND_RANK_MAJOR);
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, 1, &c, &grid);
-  if (r == ncclSuccess) epWishAdd(&wishes, EP_KERNEL_LL_DISPATCH, &c);
+  if (r == ncclSuccess) epWishAdd(out, EP_KERNEL_LL_DISPATCH, &c);
   if (r == ncclSuccess) r = epCombineType(call, p->combine_type, &dtype);
   if (r == ncclSuccess) r = epRowBytes(call, g, "tokens", p->hidden, p->combine_type, &rowBytes);
   if (r != ncclSuccess) return r;
   c = configOf(g, kind, p->top_k, rowBytes, dtype, 0);
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_COMBINE, 1, &c, &grid);
-  if (r != ncclSuccess) return r;
-  epWishAdd(&wishes, EP_KERNEL_LL_COMBINE, &c);
-  return epKernelCompileAll(g, &wishes);
+  if (r == ncclSuccess) epWishAdd(out, EP_KERNEL_LL_COMBINE, &c);
+  return r;
 }

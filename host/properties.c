@@ -76,13 +76,12 @@ static ncclResult_t epPrepareMove(const struct ncclEpGroup *g, const ncclEpPrepa
   return r;
 }
 
-ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
+ncclResult_t epPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareConfig_t *c, epWishes *out) {
   static const char call[] = "ncclEpPrepare";
   epConfig kc;
   epGrid grid;
-  epWishes wishes = {.count = 0};
-  ncclResult_t r = epGroupFind(call, g);
-  if (r != ncclSuccess) return r;
+  ncclResult_t r;
+  out->count = 0;
   if (!epIsLl(g) && c->layout != NCCL_EP_LAYOUT_FLAT && c->layout != NCCL_EP_LAYOUT_EXPERT_MAJOR)
     return epFail(ncclInvalidArgument, "%s: layout is %d: expected NCCL_EP_LAYOUT_FLAT or NCCL_EP_LAYOUT_EXPERT_MAJOR",
                   call, (int)c->layout);
@@ -91,16 +90,23 @@ ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
   if (c->index_type != ncclInt64 && c->index_type != ncclInt32)
     return epFail(ncclInvalidArgument, "%s: index_type is %s: expected int64 or int32", call,
                   epTypeName(c->index_type));
-  r = epRefuseCapture(call, g, NULL, "kernels cannot be compiled then");
-  if (r != ncclSuccess) return r;
-  if (epIsLl(g)) return epLlPrepare(g, c);
+  if (epIsLl(g)) return epLlPrepareWishes(g, c, out);
   kc = epUpdateConfig(g, epLayoutKind(g, c->layout), c->top_k, epTypeBytes(c->index_type));
   r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, &kc, &grid);
-  if (r == ncclSuccess) epWishAdd(&wishes, EP_KERNEL_UPDATE, &kc);
+  if (r == ncclSuccess) epWishAdd(out, EP_KERNEL_UPDATE, &kc);
   for (int weights = 0; r == ncclSuccess && weights < 2; weights++) { /* forward: dispatch with, combine without */
-    if (weights || c->backward) r = epPrepareMove(g, c, EP_KERNEL_DISPATCH, weights, &wishes);
-    if (r == ncclSuccess && (!weights || c->backward)) r = epPrepareMove(g, c, EP_KERNEL_COMBINE, weights, &wishes);
+    if (weights || c->backward) r = epPrepareMove(g, c, EP_KERNEL_DISPATCH, weights, out);
+    if (r == ncclSuccess && (!weights || c->backward)) r = epPrepareMove(g, c, EP_KERNEL_COMBINE, weights, out);
   }
+  return r;
+}
+
+ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
+  static const char call[] = "ncclEpPrepare";
+  epWishes wishes;
+  ncclResult_t r = epGroupFind(call, g);
+  if (r == ncclSuccess) r = epPrepareWishes(g, c, &wishes);
+  if (r == ncclSuccess) r = epRefuseCapture(call, g, NULL, "kernels cannot be compiled then");
   return r == ncclSuccess ? epKernelCompileAll(g, &wishes) : r;
 }
 

@@ -205,6 +205,8 @@ ncclResult_t epHostCountsGet(ncclEpHandle_t handle, ncclEpHostCounts_t *counts);
 ncclResult_t epHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata);
 ncclResult_t epGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties);
 ncclResult_t epPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);
+/* The kernels it compiles. Of the group only what kernels are chosen by is looked at: algorithm, shape, topology, sms. */
+ncclResult_t epPrepareWishes(const struct ncclEpGroup *group, const ncclEpPrepareConfig_t *config, epWishes *out);
 ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config, ncclEpBufferSize_t *sizes);
 
 #endif

@@ -116,6 +116,16 @@ run([64], ['--tokens x', 'expected'], demo, '--tokens', 'x')
 run([64], ['--backend gpu', 'expected'], demo, '--backend', 'gpu')
 run([64], ['--hidden 64,,', 'expected'], precompile, '--hidden', '64,,')
 
+run([64], ['--layout flat,round', 'expected'], precompile, '--layout', 'flat,round')
+
+# Low latency's kernels, once and from the cache; without a compiler there is nothing to see.
+ll = [precompile, '--arch', '80', '--ranks', '2', '--experts', '8', '--topk', '2', '--hidden', '64', '--layout',
+      'rank-major,expert-major-3d', '--cache-dir', os.path.join(folder, 'kernels')]
+if 'NVRTC not found' not in subprocess.run(ll, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout:
+    run([0], ['ep_ll_update_kernel', 'ep_ll_dispatch_kernel', 'ep_ll_combine_kernel', 'expert-major-3d',
+              '6 kernels: 0 compiled, 6 found'], *ll)
+run([1], ['ep_precompile: ', 'scale_bytes is 4', 'low latency'], *ll, '--scale-bytes', '4', env={'NCCL_EP_DEBUG': 'NONE'})
+
 # Its errors do not depend on the library's log.
 quiet = {'NCCL_EP_DEBUG': 'NONE'}
 run([1], ['ep_precompile: '], precompile, '--hidden', '1000000', '--cache-dir', folder, env=quiet)

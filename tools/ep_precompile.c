@@ -14,11 +14,32 @@
 #include "fail.h"
 #include "runtime.h"
 #include "jit_ext.h"
+#include "low_latency.h"
 #include "policy.h"
 #include "tensor.h"
 
 #define MAX_VALUES 32
 #define MAX_THREADS 64
+
+/* As ep_bench has them; the library's name for the last is that of the second. */
+enum { LAYOUTS = 4 };
+typedef struct {
+  const char *name;
+  ncclEpLayout_t layout;
+  uint32_t kind;
+  int ll;
+} layoutName;
+static const layoutName layouts[LAYOUTS] = {
+    {"flat", NCCL_EP_LAYOUT_FLAT, EP_LAYOUT_KIND_FLAT, 0},
+    {"expert-major", NCCL_EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_KIND_EXPERT_MAJOR, 0},
+    {"rank-major", NCCL_EP_LAYOUT_RANK_MAJOR, EP_LAYOUT_KIND_RANK_MAJOR, 1},
+    {"expert-major-3d", NCCL_EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_KIND_EXPERT_MAJOR_3D, 1}};
+
+static const char *layoutOf(const epConfig *config) {
+  for (int i = 0; i < LAYOUTS; i++)
+    if (layouts[i].kind == config->layout) return layouts[i].name;
+  return "";
+}
 
 const char *argp_program_version = "ep_precompile 0.1.0";
 static const char doc[] = "Compile dispatch and combine kernels into a cache folder.\v"
@@ -36,7 +57,11 @@ static const struct argp_option options[] = {
     {"dispatch-type", OPT_DISPATCH, "TYPE", 0, "of dispatched tokens: bf16, f16, f32, fp8 (default bf16)", 0},
     {"scale-bytes", OPT_SCALES, "N", 0, "of a dispatched token's row of scales (default 0: without scales)", 0},
     {"combine-type", OPT_COMBINE, "TYPE", 0, "of expert outputs: bf16, f16, f32 (default bf16)", 0},
-    {"layout", OPT_LAYOUT, "LAYOUT", 0, "flat, expert-major or both (default both)", 0},
+    {"layout", OPT_LAYOUT, "LIST", 0,
+     "flat, expert-major, rank-major, expert-major-3d (the last two are low latency's); both: the first two; all "
+     "(default "
+     "both)",
+     0},
     {"index", OPT_INDEX, "TYPE", 0, "of topk_idx: int64, int32 or both (default int64)", 0},
     {"backward", OPT_BACKWARD, NULL, 0, "also the kernels of the backward pass", 0},
     {"cache-dir", OPT_CACHE, "DIR", 0, "the folder (default: the one the library uses)", 0},
@@ -53,7 +78,7 @@ typedef struct {
   list archs, ranks, experts, topks, hiddens;
   ncclDataType_t dispatchType, combineType;
   unsigned scaleBytes;
-  int flat, expertMajor, index64, index32, backward, jobs, quiet;
+  int layout[LAYOUTS], index64, index32, backward, jobs, quiet;
   const char *cacheDir;
 } precompile;
 
@@ -82,6 +107,24 @@ static void parseList(struct argp_state *state, const char *name, const char *te
     out->values[out->count++] = (unsigned)v;
     if (!*end) return;
     at = end;
+  }
+}
+
+static void parseLayouts(struct argp_state *state, const char *text, int *wanted) {
+  memset(wanted, 0, LAYOUTS * sizeof(*wanted));
+  for (const char *at = text;; at++) {
+    size_t n = strcspn(at, ",");
+    int known = 0;
+    for (int i = 0; i < LAYOUTS; i++) {
+      int named = (strlen(layouts[i].name) == n && !strncmp(at, layouts[i].name, n)) ||
+                  (n == 3 && !strncmp(at, "all", n)) || (i < 2 && n == 4 && !strncmp(at, "both", n));
+      wanted[i] |= named;
+      known |= named;
+    }
+    if (!known)
+      argp_error(state, "--layout %s: expected flat, expert-major, rank-major, expert-major-3d, both or all", text);
+    at += n;
+    if (!*at) return;
   }
 }
 
@@ -122,9 +165,7 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
     p->combineType = parseType(state, "combine-type", arg, 1);
     return 0;
   case OPT_LAYOUT:
-    p->flat = !strcmp(arg, "flat") || !strcmp(arg, "both");
-    p->expertMajor = !strcmp(arg, "expert-major") || !strcmp(arg, "both");
-    if (!p->flat && !p->expertMajor) argp_error(state, "--layout: '%s': expected flat, expert-major or both", arg);
+    parseLayouts(state, arg, p->layout);
     return 0;
   case OPT_INDEX:
     p->index64 = !strcmp(arg, "int64") || !strcmp(arg, "both");
@@ -177,41 +218,35 @@ static int addJob(int kernel, int arch, unsigned hidden, const epConfig *config)
   return 1;
 }
 
-static int addMove(const struct ncclEpGroup *g, int kernel, uint32_t layout, unsigned hidden, ncclDataType_t type,
-                   unsigned scaleBytes, int weights) {
-  uint32_t rowBytes = 0, dtype = EP_DTYPE_BYTES;
-  epGrid grid;
-  if (kernel == EP_KERNEL_COMBINE && epCombineType("ep_precompile", type, &dtype) != ncclSuccess) return 0;
-  if (epRowBytes("ep_precompile", g, "tokens", hidden, type, &rowBytes) != ncclSuccess) return 0;
-  epConfig c = epMoveConfig(g, layout, g->shape.topk, rowBytes, dtype, weights);
-  if (scaleBytes && epScaleBytes("ep_precompile", g, "scales", scaleBytes, rowBytes, &c.scaleBytes) != ncclSuccess)
-    return 0;
-  return epPolicyMove("ep_precompile", &g->topology, g->sms, kernel, &c, &grid) == ncclSuccess &&
-         addJob(kernel, g->topology.arch, hidden, &c);
+/* All kernels of one group's shape on one target, for one layout, hidden size and index type. */
+static int addConfig(const precompile *p, const struct ncclEpGroup *g, const layoutName *layout, unsigned hidden,
+                     ncclDataType_t index) {
+  ncclEpPrepareConfig_t c = NCCL_EP_PREPARE_CONFIG_INIT;
+  epWishes wishes;
+  c.layout = layout->layout;
+  c.hidden = hidden;
+  c.top_k = g->shape.topk;
+  c.dispatch_type = p->dispatchType;
+  c.combine_type = p->combineType;
+  c.index_type = index;
+  c.scale_bytes = p->scaleBytes;
+  c.backward = p->backward && !layout->ll; /* low latency has the forward pass only */
+  if (epPrepareWishes(g, &c, &wishes) != ncclSuccess) return 0;
+  for (int i = 0; i < wishes.count; i++) {
+    const epConfig *config = &wishes.wish[i].config;
+    if (!addJob(wishes.wish[i].id, g->topology.arch, config->rowBytes ? hidden : 0, config)) return 0;
+  }
+  return 1;
 }
 
-static int addUpdate(const struct ncclEpGroup *g, uint32_t layout, uint32_t indexBytes) {
-  epGrid grid;
-  epConfig c = epUpdateConfig(g, layout, g->shape.topk, indexBytes);
-  return epPolicyUpdate(&g->topology, g->sms, 1, &c, &grid) == ncclSuccess &&
-         addJob(EP_KERNEL_UPDATE, g->topology.arch, 0, &c);
-}
-
-/* All kernels of one group's shape on one target. */
-static int addShape(const precompile *p, const struct ncclEpGroup *g) {
-  for (int major = 0; major < 2; major++) {
-    uint32_t layout = major ? EP_LAYOUT_KIND_EXPERT_MAJOR : EP_LAYOUT_KIND_FLAT;
-    if (!(major ? p->expertMajor : p->flat)) continue;
-    if ((p->index64 && !addUpdate(g, layout, 8)) || (p->index32 && !addUpdate(g, layout, 4))) return 0;
-    for (int h = 0; h < p->hiddens.count; h++) {
-      unsigned hidden = p->hiddens.values[h];
-      if (!addMove(g, EP_KERNEL_DISPATCH, layout, hidden, p->dispatchType, p->scaleBytes, 1) ||
-          !addMove(g, EP_KERNEL_COMBINE, layout, hidden, p->combineType, 0, 0))
+static int addShape(const precompile *p, struct ncclEpGroup *g) {
+  for (int l = 0; l < LAYOUTS; l++) {
+    if (!p->layout[l]) continue;
+    g->config.algorithm = layouts[l].ll ? NCCL_EP_ALGO_LOW_LATENCY : NCCL_EP_ALGO_HIGH_THROUGHPUT;
+    for (int h = 0; h < p->hiddens.count; h++)
+      if ((p->index64 && !addConfig(p, g, &layouts[l], p->hiddens.values[h], ncclInt64)) ||
+          (p->index32 && !addConfig(p, g, &layouts[l], p->hiddens.values[h], ncclInt32)))
         return 0;
-      if (p->backward && (!addMove(g, EP_KERNEL_DISPATCH, layout, hidden, p->dispatchType, p->scaleBytes, 0) ||
-                          !addMove(g, EP_KERNEL_COMBINE, layout, hidden, p->combineType, 0, 1)))
-        return 0;
-    }
   }
   return 1;
 }
@@ -266,10 +301,9 @@ static void *compileJobs(void *unused) {
     } else {
       work.found += code.fromCache;
       if (!work.quiet)
-        printf("%-20s sm_%-4d %5u %7u %4u %7u %-12s %-8s %6d %6d %8.3f\n", epJitEntryName(j->kernel), j->arch,
-               j->config.ranks, j->config.experts, j->config.topk, j->hidden,
-               j->config.layout == EP_LAYOUT_KIND_FLAT ? "flat" : "expert-major", code.fromCache ? "found" : "compiled",
-               code.registers, code.spillBytes, code.seconds);
+        printf("%-21s sm_%-4d %5u %7u %4u %7u %-15s %-8s %6d %6d %8.3f\n", epJitEntryName(j->kernel), j->arch,
+               j->config.ranks, j->config.experts, j->config.topk, j->hidden, layoutOf(&j->config),
+               code.fromCache ? "found" : "compiled", code.registers, code.spillBytes, code.seconds);
       epJitFree(&code);
     }
     pthread_mutex_unlock(&work.mutex);
@@ -291,8 +325,7 @@ int main(int argc, char **argv) {
                   .hiddens = {{7168}, 1},
                   .dispatchType = ncclBfloat16,
                   .combineType = ncclBfloat16,
-                  .flat = 1,
-                  .expertMajor = 1,
+                  .layout = {1, 1},
                   .index64 = 1};
   pthread_t threads[MAX_THREADS];
   int started = 0, status = 1;
@@ -320,7 +353,7 @@ int main(int argc, char **argv) {
   printf("# NVRTC %d.%d, %s\n# cache %s\n", epJitCompilerVersion(work.jit) / 1000,
          epJitCompilerVersion(work.jit) % 1000 / 10, epJitCompilerPath(work.jit), folder);
   if (!p.quiet)
-    printf("# %-18s %-7s %5s %7s %4s %7s %-12s %-8s %6s %6s %8s\n", "kernel", "target", "ranks", "experts", "topk",
+    printf("# %-19s %-7s %5s %7s %4s %7s %-15s %-8s %6s %6s %8s\n", "kernel", "target", "ranks", "experts", "topk",
            "hidden", "layout", "how", "regs", "spill", "seconds");
   for (; started < p.jobs && started < work.count; started++)
     if (pthread_create(&threads[started], NULL, compileJobs, NULL) != 0) break;
