@@ -134,9 +134,10 @@ class ElasticBuffer:
         """The stream on which dispatch and combine run."""
         return self._port.comm_stream
 
-    def capture(self):
+    @staticmethod
+    def capture():
         """An event on the current stream, for `previous_event`."""
-        return EventHandle(self._port.capture())
+        return EventHandle()
 
     def barrier(self, use_comm_stream=True, with_cpu_sync=False, sequential=True):
         """All ranks' streams meet."""

@@ -13,7 +13,7 @@ import threading
 
 import numpy as np
 
-from . import c_api
+from . import c_api, events
 from .core import Array
 from .library import call
 
@@ -131,6 +131,12 @@ class Rank:
         self._streams.append(pointer)
         return pointer
 
+    def mark(self, stream):
+        """An event on a stream."""
+        event = Event(self)
+        event.record(stream)
+        return event
+
     def empty(self, shape, dtype):
         return Tensor(self, shape, dtype)
 
@@ -173,7 +179,7 @@ def run(body, ranks=2, domains=1, seed=0, num_sms=8, bulk_copies=True):
     results, failures = [None] * size, []
 
     def one(index):
-        rank = Rank(comms[index], index, size, num_sms)
+        rank = events.thread.rank = Rank(comms[index], index, size, num_sms)
         try:
             results[index] = body(rank)
             rank.synchronize()
@@ -205,7 +211,7 @@ class Operation:
         if previous_event is not None:
             previous_event.event.wait(self.stream)
         else:
-            port.mark(port.group.current).wait(self.stream)
+            port.group.mark(port.group.current).wait(self.stream)
         self.end = None
 
     @contextlib.contextmanager
@@ -221,7 +227,7 @@ class Operation:
         return contextlib.nullcontext()
 
     def finish(self, tensors):
-        self.end = self._port.mark(self.stream)
+        self.end = self._port.group.mark(self.stream)
         if not self._asynchronous:
             self.end.wait()
         self._port.group._pending.extend(tensors)  # alive until the next synchronize
@@ -237,14 +243,6 @@ class Port:
 
     def num_sms(self):
         return self.group.num_sms
-
-    def mark(self, stream):
-        event = Event(self.group)
-        event.record(stream)
-        return event
-
-    def capture(self):
-        return self.mark(self.group.current)
 
     def operation(self, previous_event, on_comm_stream, asynchronous):
         return Operation(self, previous_event, asynchronous)

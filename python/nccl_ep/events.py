@@ -1,15 +1,25 @@
 """Events as DeepEP V2 has them: EventHandle marks a point of a stream, EventOverlap is what a call returns."""
+import threading
+
+thread = threading.local()  # `rank`: the emulated rank whose calls this thread makes, if it makes one's
+
+
+def mark():
+    """An event on the current stream, of the thread's emulated rank or of PyTorch."""
+    rank = getattr(thread, 'rank', None)
+    if rank is not None:
+        return rank.mark(rank.current)
+    import torch
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 class EventHandle:
-    """A point of a stream. Without an event, one of PyTorch is recorded on the current stream."""
+    """A point of a stream: the given event, or one that is recorded on the current stream."""
 
     def __init__(self, event=None):
-        if event is None:
-            import torch
-            event = torch.cuda.Event()
-            event.record()
-        self.event = event
+        self.event = mark() if event is None else event
 
     def current_stream_wait(self):
         """The current stream waits for the event; the host does not."""

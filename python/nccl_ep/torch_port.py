@@ -81,12 +81,6 @@ class Port:
     def num_sms(self):
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
-    @staticmethod
-    def capture():
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
     def operation(self, previous_event, on_comm_stream, asynchronous):
         return Operation(self, previous_event, on_comm_stream, asynchronous)
 
