@@ -12,6 +12,9 @@ enum {
   EP_KERNEL_LL_UPDATE, /* low latency: arguments and sizes are in ll_layout.h */
   EP_KERNEL_LL_DISPATCH,
   EP_KERNEL_LL_COMBINE,
+  EP_KERNEL_HYBRID_UPDATE, /* several scale-up domains: arguments and sizes are in hybrid_layout.h; same order as the first three */
+  EP_KERNEL_HYBRID_DISPATCH,
+  EP_KERNEL_HYBRID_COMBINE,
   EP_KERNEL_COUNT
 };
 
@@ -35,6 +38,7 @@ enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
   X(threads)   /* a block */                                                                                           \
   X(stageBytes) /* of a warp stage in dispatch and combine */                                                                \
   X(bulk)      /* the target has bulk copies (SM90 and up) */                                                          \
+  X(scaleUp)   /* ranks of a scale-up domain; hybrid kernels only, else 0 */                                           \
   X(bug)       /* emulator's planted faults (device/bugs.h); 0 on GPUs */
 
 typedef struct epConfig {

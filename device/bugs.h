@@ -15,7 +15,12 @@
   X(SKIP_WAIT, "skip-wait")                   /* rows read without waiting for their flag */                           \
   X(NO_CREDIT, "no-credit")                   /* staging reused without the reader's credit */                         \
   X(NO_GRID_BARRIER, "no-grid-barrier")       /* histogram of other blocks read without waiting */                     \
-  X(WAIT_UNSCHEDULED, "wait-unscheduled")     /* a sender waits for an epilogue block of its own kernel */
+  X(WAIT_UNSCHEDULED, "wait-unscheduled")     /* a sender waits for an epilogue block of its own kernel */             \
+  X(GIN_SIGNAL_FIRST, "gin-signal-first")     /* a tail is told before its rows are put */                             \
+  X(GIN_WEAK, "gin-weak")                     /* a tail is a weak signal, which waits for no puts */                   \
+  X(GIN_WRONG_TAIL, "gin-wrong-tail")         /* a tail says one chunk too many */                                     \
+  X(NO_FORWARD_FENCE, "no-forward-fence")     /* a forwarder tells its domain of rows without releasing them */        \
+  X(GIN_SLOT_EARLY, "gin-slot-early")         /* rows put one generation before the rail's credit */
 
 enum epBug {
 #define X(id, name) EP_BUG_##id,

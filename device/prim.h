@@ -22,6 +22,7 @@
  *   grid       grid_wait()    the kernels before this one on the stream are done and visible; comes first in every kernel
  *              grid_launch()  the next kernel's blocks may take their places and wait there; orders no memory
  *   time       nanosleep(ns) globaltimer()
+ *   network    in gin.h, which only kernels of several scale-up domains include
  *   numbers    bf16_lo/bf16_hi(u32) -> float, f16_lo/f16_hi(u32) -> float, pack_bf16(lo, hi), pack_f16(lo, hi): round to
  *              nearest even; fadd(a, b), fma(a, b, c): one rounding each; as_float(u32) as_u32(float)
  */

@@ -76,6 +76,7 @@ static ncclResult_t topology(epBackend *be, epTopology *out) {
   out->arch = 0;
   out->numSms = int(f.numSms);
   out->smemPerBlock = SMEM_PER_BLOCK;
+  out->gin = 1;
   out->bulkCopies = !f.noBulkCopies;
   return c.rc;
 }
@@ -140,9 +141,11 @@ static ncclResult_t windowDestroy(epBackend *be, epWindow *window) {
   auto &v = c.b->windows;
   for (size_t i = 0; i < v.size(); i++)
     if (reinterpret_cast<epWindow *>(v[i].get()) == window) {
-      u8 *base = v[i]->base[size_t(c.b->rank)];
+      u8 *base = v[i]->base[size_t(c.b->rank)], *signals = v[i]->signals;
       v.erase(v.begin() + long(i));
-      return freeRegion(c.lock, c.fabric(), c.b->rank, base, false, "windowDestroy");
+      ncclResult_t rc = freeRegion(c.lock, c.fabric(), c.b->rank, base, false, "windowDestroy");
+      ncclResult_t other = freeRegion(c.lock, c.fabric(), c.b->rank, signals, false, "windowDestroy");
+      return rc != ncclSuccess ? rc : other;
     }
   return fail(ncclInvalidArgument, "windowDestroy: not a window of this group");
 }
@@ -185,7 +188,8 @@ static ncclResult_t launch(epBackend *be, epKernel *k, const epLaunch *l, cudaSt
   StreamOp op{StreamOp::Kernel};
   op.name = kernelName(kernel->id);
   op.body = kernelBody(kernel->id, kernel->config, l->args, l->argBytes);
-  op.together = kernel->id == EP_KERNEL_UPDATE; // it alone has a barrier of the grid
+  op.together = kernel->id == EP_KERNEL_UPDATE || kernel->id == EP_KERNEL_HYBRID_UPDATE; // they alone have a
+                                                                                       // barrier of the grid
   op.blocks = l->blocks, op.threads = l->threads, op.sharedBytes = l->smemBytes;
   if (!op.body)
     return fail(ncclInternalError, "launch of %s with %zu bytes of arguments", op.name.c_str(), l->argBytes);
@@ -246,10 +250,38 @@ static void relax(epBackend *be, uint64_t deadlineNs) {
   b->fabric->relax(lock, b->rank, deadlineNs);
 }
 
+static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts, uint32_t signals, epGin *out) {
+  Call c(be, "ginCreate");
+  Fabric &f = c.fabric();
+  Window *w = reinterpret_cast<Window *>(window);
+  size_t n = f.ranks.size();
+  u8 *mine = nullptr;
+  std::vector<u8 *> all(n);
+  ncclResult_t rc = c.rc;
+  if (rc == ncclSuccess) rc = allocate(f, c.b->rank, "signals", RegionKind::Window, 8 * size_t(signals), &mine);
+  if (rc != ncclSuccess) return rc;
+  w->signals = mine;
+  rc = f.exchange(c.lock, c.b->rank, "ginCreate", &mine, all.data(), sizeof mine);
+  if (rc != ncclSuccess) return rc;
+  GinPort port;
+  port.rank = c.b->rank, port.contexts = contexts, port.signals = signals;
+  port.domain = u32(c.b->rank / f.scaleUp);
+  for (int o = 0; o < f.scaleOut; o++) { // the rail
+    size_t r = size_t(o * f.scaleUp + c.b->rank % f.scaleUp);
+    port.window.push_back(w->base[r]);
+    port.windowBytes.push_back(w->bytes[r]);
+    port.signal.push_back(all[r]);
+  }
+  out->comm = reinterpret_cast<uintptr_t>(f.engine.openGin(port));
+  out->window = 0;
+  return ncclSuccess;
+}
+
 static const epBackendOps ops = {
     "emu",        destroy,      topology,      allGather,     alloc,       freeDevice,      allocMapped,
     freeMapped,   windowCreate, windowDestroy, windowAddress, kernel,      launch,          fill,
-    copyToDevice, copyToHost,   synchronize,   isCapturing,   isDeviceAddress, relax};
+    copyToDevice, copyToHost,   synchronize,   isCapturing,   isDeviceAddress, relax,
+    ginCreate};
 
 epBackend *makeBackend(const std::shared_ptr<Fabric> &fabric, int rank) {
   Backend *b = new Backend;

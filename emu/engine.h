@@ -13,13 +13,14 @@
 #include <string>
 #include <vector>
 
+#include "gin.h"
 #include "memory.h"
 #include "order.h"
 #include "report.h"
 
 namespace emu {
 
-enum class State : u8 { Ready, Collective, Barrier, Mbarrier, Polling, BulkStores, Done };
+enum class State : u8 { Ready, Collective, Barrier, Mbarrier, Polling, BulkStores, GinRoom, GinFlush, Done };
 enum class Collective : u8 { Shfl, Ballot, Match, SyncWarp };
 
 class Engine;
@@ -155,7 +156,7 @@ struct Launch {
 
 // Who an identity is, for reports; kept after the block is gone.
 struct Identity {
-  bool used = false, stream = false;
+  bool used = false, stream = false, nic = false;
   int rank = 0;
   u32 index = 0, threads = 0, base = 0;
   std::string name;
@@ -181,6 +182,7 @@ struct Event {
   PendingStore *store;
   BulkCopy *copy;
   Stream *start;
+  GinStep *gin;
   bool operator<(const Event &o) const { return due != o.due ? due > o.due : order > o.order; }
 };
 
@@ -212,6 +214,7 @@ public:
   u32 allocIdentity(int rank, u32 index, u32 threads, const std::string &name, const KnownRef &known, bool stream);
   void freeIdentity(u32 id, u32 lastEpoch);
   void copyInStream(Stream *s, u8 *dst, const u8 *src, size_t bytes, int value, bool fill);
+  GinPort *openGin(const GinPort &port); // the engine keeps it until its own end
 
   Memory memory;
   Reports reports;
@@ -240,6 +243,10 @@ public:
   void pollWide(const void *addr, void *out, Place place); // 16 bytes at once, relaxed; waits on the first word
   u32 atomicUpdate(u32 *addr, bool compare, u32 expected, u32 operand, bool acquireRelease, bool system, Place place);
   void fence();
+  void ginPut(GinPort *port, u32 context, u32 domain, u64 to, u64 from, u32 bytes, Place place);
+  void ginSignal(GinPort *port, u32 context, u32 domain, u32 signal, u64 add, bool strong, Place place);
+  u64 ginRead(GinPort *port, u32 signal, Place place);
+  void ginFlush(GinPort *port, u32 context);
   void sleep();
   void gridWait();
   u64 clock();
@@ -259,7 +266,7 @@ private:
   void unready(Warp *w);
   void exitThread();
   void fire(const Event &e);
-  void at(u64 due, PendingStore *p, BulkCopy *c, Stream *s) { events.push({due, sequence++, p, c, s}); }
+  void at(u64 due, PendingStore *p, BulkCopy *c, Stream *s) { events.push({due, sequence++, p, c, s, nullptr}); }
   u64 later();
   void startHeads();
   void startLaunch(Stream *s);
@@ -294,6 +301,14 @@ private:
   void stepBulkStore(BulkCopy *c);
   void copyDone(BulkCopy *c);
   u32 newSlot(Block *b, u32 thread);
+  // gin.cpp
+  GinQueue *ginQueue(GinPort *port, u32 context, u32 domain, Place place);
+  void ginEnter(GinQueue *q);
+  void ginSchedule(GinStep *step);
+  void ginStep(GinStep *step);
+  void ginSettled(GinQueue *q, GinPut *put);
+  void ginDeliver(GinStep *signal);
+  void ginForget();
   // collectives.cpp
   void join(Fiber **fs, u32 n);
   void absorbOwn(View &v, const Fiber *f);
@@ -317,6 +332,7 @@ private:
   std::priority_queue<Event> events;
   std::vector<Fiber *> parked;
   std::vector<PendingStore *> storePool;
+  std::vector<std::unique_ptr<GinPort>> ginPorts;
   std::vector<Block *> finishedBlocks, idleBlocks, liveBlocks;
   std::vector<Identity> identities;
   std::vector<std::vector<Stream *>> streams; // by rank

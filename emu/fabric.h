@@ -40,6 +40,7 @@ struct Window {
   std::vector<u8 *> base; // by rank
   std::vector<size_t> bytes;
   bool owned; // the memory came with it
+  u8 *signals = nullptr; // of its network, this rank's
 };
 
 struct Rank {

@@ -16,9 +16,16 @@
 
 #include "ll_combine.h"
 
+#include "hybrid_update.h"
+
+#include "hybrid_dispatch.h"
+
+#include "hybrid_combine.h"
+
 namespace emu {
 
-static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combine", "ll_update", "ll_dispatch", "ll_combine"};
+static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combine", "ll_update", "ll_dispatch", "ll_combine",
+                                                   "hybrid_update", "hybrid_dispatch", "hybrid_combine"};
 
 const char *kernelName(int id) { return id >= 0 && id < EP_KERNEL_COUNT ? names[id] : "?"; }
 
@@ -48,6 +55,15 @@ std::function<void()> kernelBody(int id, const epConfig &config, const void *arg
   case EP_KERNEL_LL_COMBINE:
     return bind<epLlCombineArgs>([](const epConfig &c, const epLlCombineArgs &a) { ep_ll_combine(c, a); }, config, args,
                                  bytes);
+  case EP_KERNEL_HYBRID_UPDATE:
+    return bind<epHybridUpdateArgs>([](const epConfig &c, const epHybridUpdateArgs &a) { ep_hybrid_update(c, a); }, config,
+                                    args, bytes);
+  case EP_KERNEL_HYBRID_DISPATCH:
+    return bind<epHybridDispatchArgs>([](const epConfig &c, const epHybridDispatchArgs &a) { ep_hybrid_dispatch(c, a); },
+                                      config, args, bytes);
+  case EP_KERNEL_HYBRID_COMBINE:
+    return bind<epHybridCombineArgs>([](const epConfig &c, const epHybridCombineArgs &a) { ep_hybrid_combine(c, a); },
+                                     config, args, bytes);
   default:
     return {};
   }

@@ -55,7 +55,9 @@ std::string Engine::describe(Actor a, u32 epoch) const {
   const Identity &i = identities[identityOf(a)];
   char text[160];
   u32 slot = slotOf(a);
-  if (i.stream)
+  if (i.nic)
+    snprintf(text, sizeof text, "%s %u of rank %d's GIN", slot & 1 ? "put" : "the source of put", epoch, i.rank);
+  else if (i.stream)
     snprintf(text, sizeof text, "a stream copy of rank %d", i.rank);
   else if (epoch <= i.base || slot >= i.threads + i.slotThread.size())
     snprintf(text, sizeof text, "an earlier kernel of rank %d", i.rank);
@@ -258,6 +260,10 @@ void Engine::fire(const Event &e) {
   if (e.start) {
     e.start->starting = false;
     streamStep(e.start);
+    return;
+  }
+  if (e.gin) {
+    ginStep(e.gin);
     return;
   }
   lastChange = now;
@@ -565,7 +571,8 @@ void Engine::checkResidency() {
 }
 
 static const char *const stateNames[] = {"ready",    "warp collective",       "barrier",
-                                         "mbarrier", "polling global memory", "bulk wait_group"};
+                                         "mbarrier", "polling global memory", "bulk wait_group",
+                                         "room in a GIN queue", "GIN flush"};
 static const char *const collectiveNames[] = {"shfl", "ballot", "match_any", "sync_warp"};
 
 // Who waits for what, threads that wait alike counted together.
@@ -626,6 +633,7 @@ void Engine::abandon() {
     const Event &e = events.top();
     if (e.start) e.start->starting = false;
     if (e.copy) copies.insert(e.copy);
+    if (e.gin) delete e.gin;
     if (e.store) {
       stores.push_back(e.store);
       if (e.store->copy) copies.insert(e.store->copy);
@@ -652,6 +660,7 @@ void Engine::abandon() {
     storePool.push_back(p);
   }
   for (BulkCopy *c : copies) delete c;
+  ginForget();
   liveBlocks.clear();
   finishedBlocks.clear();
   for (auto &w : waiting) w.clear();

@@ -112,14 +112,19 @@ void Engine::reportRace(Region *, const u8 *addr, Word *w, bool isWrite, bool ag
                      (againstReader ? ", which may still be read by " : ", written by ") + describe(actor, epoch) +
                      placeText(other) + "; nothing orders the two";
   const Identity &id = identities[identityOf(actor)];
-  bool bulkStore = !id.stream && slotOf(actor) >= id.threads;
+  bool bulkStore = !id.stream && !id.nic && slotOf(actor) >= id.threads;
   if (cur) {
     bool sameBlock = identityOf(actor) == cur->block->identity;
     u32 seen = sameBlock ? cur->view->at(SEEN, slotOf(actor)) : cur->known ? cur->known->at(SEEN, actor) : 0;
     const u8 *flag = nullptr;
     for (auto &x : cur->block->relaxedFlags)
       if (x.first == identityOf(actor)) flag = x.second;
-    if (againstReader)
+    if (id.nic && !againstReader)
+      line += seen ? ": no strong signal after the put, on its context and peer, was acquired"
+                   : ": no signal of its rank was acquired";
+    else if (id.nic)
+      line += ": no flush of the put's context before this write";
+    else if (againstReader)
       line += ": no credit or barrier from the reader, or the reader's flag was raised before this write";
     else if (flag)
       line += ": the flag at " + memory.where(flag) + " was stored without release";

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "hybrid.h"
 #include "low_latency.h"
 #include "runtime.h"
 
@@ -38,8 +39,9 @@ static void *epCompileSome(void *argument) {
   int i;
   epFailQuietly(1);
   while ((i = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED)) < c->wishes->count) {
+    const epConfig *config = &c->wishes->wish[i].config;
     epKernel *kernel;
-    (void)c->be->ops->kernel(c->be, c->wishes->wish[i].id, &c->wishes->wish[i].config, &kernel);
+    (void)c->be->ops->kernel(c->be, epHybridKernel(c->wishes->wish[i].id, config), config, &kernel);
   }
   epFailQuietly(0);
   return NULL;

@@ -75,6 +75,10 @@ static ncclResult_t noIsDeviceAddress(epBackend *be, const void *dev, int *yes) 
   *yes = 1;
   return ncclSuccess;
 }
+static ncclResult_t noGinCreate(epBackend *be, epWindow *window, uint32_t contexts, uint32_t signals, epGin *out) {
+  (void)be, (void)window, (void)contexts, (void)signals, (void)out;
+  EP_UNSUPPORTED("a network between scale-up domains");
+}
 static void noRelax(epBackend *be, uint64_t deadlineNs) { (void)be, (void)deadlineNs; }
 
 const epBackendOps epBackendUnsupported = {.name = "none",
@@ -96,14 +100,15 @@ const epBackendOps epBackendUnsupported = {.name = "none",
                                            .synchronize = noSynchronize,
                                            .isCapturing = noIsCapturing,
                                            .isDeviceAddress = noIsDeviceAddress,
-                                           .relax = noRelax};
+                                           .relax = noRelax,
+                                           .ginCreate = noGinCreate};
 
 /* A slot that a backend left empty is a mistake in it; found here once, so that nobody else tests for NULL. */
 static int epOpsComplete(const epBackendOps *o) {
   return o && o->name && o->destroy && o->topology && o->allGather && o->alloc && o->free && o->allocMapped &&
          o->freeMapped && o->windowCreate && o->windowDestroy && o->windowAddress && o->kernel && o->launch &&
          o->memset && o->copyToDevice && o->copyToHost && o->synchronize && o->isCapturing && o->isDeviceAddress &&
-         o->relax;
+         o->relax && o->ginCreate;
 }
 
 ncclResult_t epBackendOpen(ncclComm_t comm, const ncclEpAllocConfig_t *alloc, epBackend **out) {

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "abi.h"
+#include "hybrid_layout.h"
 #include "nccl_ep.h"
 #include "nccl_ep_ext.h"
 
@@ -26,6 +26,7 @@ typedef struct epTopology {
   int arch;                        /* 10 * major + minor, for example 90; 0 on the emulated fabric */
   int numSms;
   int smemPerBlock; /* largest dynamic shared memory of a block, bytes */
+  int gin;          /* there is a network between scale-up domains that kernels can use */
   int bulkCopies;   /* kernels may use bulk copies (SM90 and up; the emulator's) */
 } epTopology;
 
@@ -66,6 +67,9 @@ typedef struct epBackendOps {
   /* Lets a wait on the host give time to whoever makes progress (the emulator runs kernels here). Called in polling
    * loops; `deadlineNs` of CLOCK_MONOTONIC bounds it. */
   void (*relax)(epBackend *be, uint64_t deadlineNs);
+  /* Collective. The network between scale-up domains for one window, with as many contexts and zeroed signals on every
+   * rank; it goes with the window. */
+  ncclResult_t (*ginCreate)(epBackend *be, epWindow *window, uint32_t contexts, uint32_t signals, epGin *out);
 } epBackendOps;
 
 struct epBackend {

@@ -124,5 +124,5 @@ ncclResult_t epCombine(ncclEpHandle_t h, const ncclEpCombineInputs_t *in, const 
   a.pushBlocks = grid.pushBlocks;
   a.blocks = grid.blocks;
   launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
-  return g->be->ops->launch(g->be, kernel, &launch, stream);
+  return epLaunchKernel(g, kernel, &launch, stream);
 }

@@ -337,6 +337,11 @@ static void relax(epBackend *base, uint64_t deadlineNs) {
   if (ns < deadlineNs) nap(deadlineNs - ns < 20000 ? (long)(deadlineNs - ns) : 20000);
 }
 
+static ncclResult_t ginCreate(epBackend *base, epWindow *window, uint32_t contexts, uint32_t signals, epGin *out) {
+  (void)base, (void)window, (void)contexts, (void)signals, (void)out;
+  return epFail(ncclInvalidUsage, "several scale-up domains: not supported yet on GPUs");
+}
+
 static void destroy(epBackend *base) {
   epCuda *be = cudaOf(base);
   epCudaScope scope;
@@ -375,7 +380,8 @@ static const epBackendOps ops = {.name = "cuda",
                                  .synchronize = synchronize,
                                  .isCapturing = isCapturing,
                                  .isDeviceAddress = isDeviceAddress,
-                                 .relax = relax};
+                                 .relax = relax,
+                                 .ginCreate = ginCreate};
 
 static ncclResult_t readDevice(epCuda *be) {
   epTopology *t = &be->topology;

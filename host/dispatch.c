@@ -267,5 +267,5 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   a.pushBlocks = grid.pushBlocks;
   a.blocks = grid.blocks;
   launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
-  return g->be->ops->launch(g->be, kernel, &launch, stream);
+  return epLaunchKernel(g, kernel, &launch, stream);
 }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "hybrid.h"
 #include "low_latency.h"
 #include "object.h"
 
@@ -104,10 +105,11 @@ static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
   if (!peers) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
   r = g->be->ops->windowCreate(g->be, g->windowLayout.bytes, &g->window, peers);
   for (uint32_t i = 0; r == ncclSuccess && i < g->shape.ranks; i++)
-    if (!peers[i])
+    if (!peers[i] && (int)i / g->topology.scaleUpRanks == g->topology.scaleOutRank)
       r = epFail(ncclInternalError, "ncclEpCreateGroup: the window of rank %u is not reachable from rank %d", i,
                  g->topology.rank);
   if (r == ncclSuccess) r = g->be->ops->copyToDevice(g->be, g->windowTable, peers, g->shape.ranks * sizeof *peers);
+  if (r == ncclSuccess && epIsHybrid(g)) r = epHybridOpen(g);
   free(peers);
   return r;
 }
@@ -132,6 +134,7 @@ ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGrou
   if (epIsLl(g)) r = epLlWindowCheck("ncclEpCreateGroup", &g->shape, &g->windowLayout.bytes);
   if (r != ncclSuccess) goto release;
   g->scratchLayout = epScratchLayoutOf(g->shape.ranks, g->shape.experts);
+  if (epIsHybrid(g)) epHybridLayouts(g);
   g->sms = epPolicySms(&g->topology, g->config.max_num_sms);
   g->budget = g->config.max_recv_tokens_per_rank;
   r = epGroupAgree(g, epGroupAllocate(g));

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "hybrid.h"
 #include "low_latency.h"
 #include "runtime.h"
 #include "object.h"
@@ -57,6 +58,7 @@ static size_t epHandleBytes(const struct ncclEpGroup *g, int topk) {
   const epShape *s = &g->shape;
   uint32_t k = topk == -1 ? s->topk : (uint32_t)topk;
   if (epIsLl(g)) return (size_t)epLlRecordLayoutOf(s->ranks, k, s->maxTokens).bytes;
+  if (epIsHybrid(g)) return epHybridRecordBytes(g, k);
   return (size_t)epRecordLayoutOf(s->ranks, s->experts, k, s->maxTokens).bytes;
 }
 

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "hybrid.h"
 #include "runtime.h"
 
 static epKernel *epKernelFind(const struct ncclEpGroup *g, int id, const epConfig *config) {
@@ -21,7 +22,7 @@ static ncclResult_t epKernelAdd(struct ncclEpGroup *g, int id, const epConfig *c
     g->kernels = more;
     g->kernelRoom = room;
   }
-  r = g->be->ops->kernel(g->be, id, config, out);
+  r = g->be->ops->kernel(g->be, epHybridKernel(id, config), config, out);
   if (r != ncclSuccess) return r;
   g->kernels[g->kernelCount].id = id;
   g->kernels[g->kernelCount].config = *config;

@@ -2,6 +2,7 @@
 #include "policy.h"
 
 #include "fail.h"
+#include "hybrid.h"
 
 /* Sending: 8 SMs of plain stores already reach 96 % of the link that all SMs reach; with bulk copies 24 beside the
  * epilogue were as good as 32 and better than 8 and 16 (push + expand 202 to 233 us at T = 4096). Combine's senders of
@@ -34,6 +35,7 @@ unsigned epPolicySms(const epTopology *topology, unsigned limit) {
 ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t tokens, epConfig *config, epGrid *grid) {
   unsigned warps = topology->arch ? EP_UPDATE_THREADS / 32 : EP_EMU_WARPS;
   config->bulk = 0; /* update moves no rows */
+  config->scaleUp = topology->scaleOutRanks > 1 ? (uint32_t)topology->scaleUpRanks : 0;
   /* Each warp has a histogram of all experts and ranks in shared memory. */
   for (config->threads = warps * 32; warps > 1 && epUpdateSmem(config) > (uint32_t)topology->smemPerBlock; warps--)
     config->threads = (warps - 1) * 32;
@@ -62,6 +64,7 @@ static unsigned epPushBlocks(int kernelId, const epConfig *config, unsigned bloc
 ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned sms, int kernelId, epConfig *config,
                           epGrid *grid) {
   uint32_t smem = (uint32_t)topology->smemPerBlock, warps;
+  if (topology->scaleOutRanks > 1) return epPolicyHybridMove(topology, sms, kernelId, config, grid);
   config->bulk = topology->bulkCopies != 0;
   warps = epMovePlan(kernelId, config, smem, topology->arch ? EP_MOVE_WARPS : EP_EMU_WARPS);
   if (!warps && config->bulk) { /* two such rows do not fit: plain copies need no room, and any row passes */

@@ -2,6 +2,7 @@
 #include <stdio.h>
 
 #include "fail.h"
+#include "hybrid.h"
 #include "low_latency.h"
 #include "runtime.h"
 #include "sizes.h"
@@ -39,7 +40,7 @@ ncclResult_t epGroupProperties(ncclEpGroup_t g, ncclEpGroupProperties_t *p) {
   p->scale_up_rank = g->topology.scaleUpRank;
   p->scale_out_ranks = g->topology.scaleOutRanks;
   p->scale_out_rank = g->topology.scaleOutRank;
-  p->hybrid = 0;
+  p->hybrid = epIsHybrid(g);
   p->num_experts = (int)g->shape.experts;
   p->num_local_experts = (int)epLocals(g);
   p->num_sms_update = (int)epBlocks(g, EP_KERNEL_UPDATE);
@@ -49,6 +50,9 @@ ncclResult_t epGroupProperties(ncclEpGroup_t g, ncclEpGroupProperties_t *p) {
   p->window_bytes = g->windowLayout.bytes;
   p->scratch_bytes = g->scratchLayout.bytes;
   p->timeout_ns = g->config.timeout_ns;
+  p->gin_contexts = g->hybrid.layout.contexts;
+  p->gin_signals = epIsHybrid(g) ? epSignalCount((uint32_t)g->topology.scaleOutRanks, g->hybrid.layout.channels) : 0;
+  p->queue_pairs = epIsHybrid(g) ? g->hybrid.layout.contexts * (uint32_t)(g->topology.scaleOutRanks - 1) : 0;
   snprintf(p->backend, sizeof p->backend, "%s", g->be->ops->name);
   return ncclSuccess;
 }
@@ -117,12 +121,12 @@ ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *confi
   ncclResult_t r = epBackendOpen(comm, &none, &be);
   if (r != ncclSuccess) return r;
   r = be->ops->topology(be, &topology);
-  if (r == ncclSuccess && topology.scaleOutRanks > 1)
-    r = epFail(ncclInvalidUsage,
-               "ncclEpCalculateBufferSize: the communicator spans %d scale-up domains: not supported yet: several "
-               "scale-up domains",
-               topology.scaleOutRanks);
   if (r == ncclSuccess) r = calculate_ep_buffer_size((uint32_t)topology.ranks, config, sizes);
+  if (r == ncclSuccess && topology.scaleOutRanks > 1) {
+    epShape shape;
+    r = epBufferShape("ncclEpCalculateBufferSize", (uint32_t)topology.ranks, config, &shape);
+    if (r == ncclSuccess) epHybridBufferSize(&topology, &shape, sizes);
+  }
   be->ops->destroy(be);
   return r;
 }

@@ -43,6 +43,7 @@ struct ncclEpGroup {
   epShape shape;
   epWindowLayout windowLayout;
   epScratchLayout scratchLayout;
+  epHybridGroup hybrid; /* of several scale-up domains */
   unsigned sms;    /* that a kernel may use */
   uint32_t budget; /* rows of an output; 0: eager */
 
@@ -139,6 +140,8 @@ ncclResult_t epKernelGet(const char *call, struct ncclEpGroup *group, int id, co
                          cudaStream_t stream, epKernel **out);
 /* The same without a stream, for ncclEpPrepare: all of them, several at once. */
 ncclResult_t epKernelCompileAll(struct ncclEpGroup *group, const epWishes *wishes);
+/* Every launch of the high-throughput kernels: hybrid.c adds what theirs need. */
+ncclResult_t epLaunchKernel(struct ncclEpGroup *group, epKernel *kernel, const epLaunch *launch, cudaStream_t stream);
 ncclResult_t epRefuseCapture(const char *call, struct ncclEpGroup *group, cudaStream_t stream, const char *why);
 
 /* ---- error.c */

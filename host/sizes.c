@@ -40,15 +40,10 @@ ncclResult_t epShapeOf(const char *call, const epSizeRequest *request, epShape *
   return ncclSuccess;
 }
 
-ncclResult_t calculate_ep_buffer_size(uint32_t ranks, const ncclEpBufferSizeConfig_t *config,
-                                      ncclEpBufferSize_t *sizes) {
-  static const char call[] = "ncclEpCalculateBufferSize";
+ncclResult_t epBufferShape(const char *call, uint32_t ranks, const ncclEpBufferSizeConfig_t *config, epShape *shape) {
   uint32_t typeBytes = epTypeBytes(config->datatype), combineBytes = epTypeBytes(config->combine_datatype);
   epSizeRequest request = {ranks, config->num_experts,        config->top_k, config->max_tokens,
                            0,     config->multiple_reductions};
-  epShape shape;
-  epWindowLayout w;
-  ncclResult_t r;
   if (!typeBytes)
     return epFail(ncclInvalidArgument, "%s: datatype is %d: expected an ncclDataType_t", call, (int)config->datatype);
   if (!combineBytes)
@@ -60,7 +55,14 @@ ncclResult_t calculate_ep_buffer_size(uint32_t ranks, const ncclEpBufferSizeConf
   request.rowBytes = (uint64_t)config->hidden * typeBytes + epAlignUp(config->scale_bytes, EP_ROW_ALIGN);
   if (request.rowBytes < (uint64_t)config->hidden * combineBytes)
     request.rowBytes = (uint64_t)config->hidden * combineBytes;
-  r = epShapeOf(call, &request, &shape);
+  return epShapeOf(call, &request, shape);
+}
+
+ncclResult_t calculate_ep_buffer_size(uint32_t ranks, const ncclEpBufferSizeConfig_t *config,
+                                      ncclEpBufferSize_t *sizes) {
+  epShape shape;
+  epWindowLayout w;
+  ncclResult_t r = epBufferShape("ncclEpCalculateBufferSize", ranks, config, &shape);
   if (r != ncclSuccess) return r;
   w = epWindowLayoutOf(shape);
   sizes->window_bytes = w.bytes;
@@ -70,5 +72,6 @@ ncclResult_t calculate_ep_buffer_size(uint32_t ranks, const ncclEpBufferSizeConf
   sizes->staging_bytes = w.bytes - w.stage;
   sizes->handle_bytes = epRecordLayoutOf(shape.ranks, shape.experts, shape.topk, shape.maxTokens).bytes;
   sizes->scratch_bytes = epScratchLayoutOf(shape.ranks, shape.experts).bytes;
+  sizes->gin_contexts = sizes->gin_signals = sizes->queue_pairs = 0;
   return ncclSuccess;
 }

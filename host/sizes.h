@@ -21,6 +21,8 @@ uint32_t epLargestTopk(uint32_t maxTokens);
 /* Checks every limit of layout.h; `call` opens the message, and fields are called by their public names. */
 ncclResult_t epShapeOf(const char *call, const epSizeRequest *request, epShape *shape);
 /* Bytes of a group's window and the parts they are made of, from a communicator's ranks. */
+/* The shape that a configuration of sizes means. */
+ncclResult_t epBufferShape(const char *call, uint32_t ranks, const ncclEpBufferSizeConfig_t *config, epShape *shape);
 ncclResult_t calculate_ep_buffer_size(uint32_t ranks, const ncclEpBufferSizeConfig_t *config,
                                       ncclEpBufferSize_t *sizes);
 

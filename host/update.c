@@ -88,7 +88,7 @@ static ncclResult_t epUpdateLaunch(struct ncclEpHandle *h, epKernel *kernel, con
   epLaunch launch = {grid->blocks, grid->threads, grid->smemBytes, a, sizeof *a};
   int capturing = 0;
   ncclResult_t r = g->be->ops->isCapturing(g->be, stream, &capturing);
-  if (r == ncclSuccess) r = g->be->ops->launch(g->be, kernel, &launch, stream);
+  if (r == ncclSuccess) r = epLaunchKernel(g, kernel, &launch, stream);
   if (r != ncclSuccess) return r;
   pthread_mutex_lock(&g->lock);
   if (capturing)

@@ -49,7 +49,7 @@ typedef struct {
   unsigned int top_k;              /* K */
   ncclDataType_t datatype;         /* of dispatched rows */
   unsigned int scale_bytes;        /* bytes of a dispatched row's scales, a multiple of 4; 0 for none */
-  int allow_hybrid;                /* size for several scale-up domains where the communicator spans them */
+  int allow_hybrid;                /* ignored: a communicator of several scale-up domains is sized for them */
   int multiple_reductions;         /* 1 (default): partial sums of a rank are rounded; 0: every slot travels */
   ncclDataType_t combine_datatype; /* of expert outputs where that is wider than `datatype`; else leave it 0 */
 } ncclEpBufferSizeConfig_t;
@@ -78,6 +78,9 @@ typedef struct {
   size_t staging_bytes;  /* rows on their way */
   size_t handle_bytes;   /* routing record of one handle (not in the window) */
   size_t scratch_bytes;  /* of a group (not in the window) */
+  /* Several scale-up domains, else 0: what a group asks of NCCL's network for each rank. Queue pairs: one a context and
+   * peer, and the peers are the ranks of the same index in the other domains. */
+  unsigned int gin_contexts, gin_signals, queue_pairs;
 } ncclEpBufferSize_t;
 #define NCCL_EP_BUFFER_SIZE_INIT NCCL_EP_STRUCT_INIT(ncclEpBufferSize_t, NCCL_EP_MAGIC)
 
@@ -104,6 +107,7 @@ typedef struct {
   size_t window_bytes, scratch_bytes;
   unsigned long long timeout_ns;
   char backend[16]; /* "cuda" or "emu" */
+  unsigned int gin_contexts, gin_signals, queue_pairs; /* as in ncclEpBufferSize_t */
 } ncclEpGroupProperties_t;
 #define NCCL_EP_GROUP_PROPERTIES_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupProperties_t, NCCL_EP_MAGIC)
 /* ncclEpGetGroupProperties: what a group is and what was chosen for it. The SM counts are those of the largest batch

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "fail.h"
+#include "hybrid_layout.h"
 #include "jit.h"
 #include "ll_layout.h"
 
@@ -23,6 +24,12 @@ static const struct {
                                sizeof(epLlDispatchArgs)},
     [EP_KERNEL_LL_COMBINE] = {"ll_combine.h", "ep_ll_combine", "ep_ll_combine_kernel", "epLlCombineArgs",
                               sizeof(epLlCombineArgs)},
+    [EP_KERNEL_HYBRID_UPDATE] = {"hybrid_update.h", "ep_hybrid_update", "ep_hybrid_update_kernel", "epHybridUpdateArgs",
+                                 sizeof(epHybridUpdateArgs)},
+    [EP_KERNEL_HYBRID_DISPATCH] = {"hybrid_dispatch.h", "ep_hybrid_dispatch", "ep_hybrid_dispatch_kernel",
+                                   "epHybridDispatchArgs", sizeof(epHybridDispatchArgs)},
+    [EP_KERNEL_HYBRID_COMBINE] = {"hybrid_combine.h", "ep_hybrid_combine", "ep_hybrid_combine_kernel",
+                                  "epHybridCombineArgs", sizeof(epHybridCombineArgs)},
 };
 
 const char *epJitEntryName(int kernelId) {

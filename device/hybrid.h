@@ -1,0 +1,183 @@
+/* What hybrid kernels share: who is where, waits for signals and tails, credits before staging is written, tails behind
+ * rows, and the end of an operation. Rows are moved by plain loads and stores of 16 bytes. */
+#ifndef EP_DEVICE_HYBRID_H_
+#define EP_DEVICE_HYBRID_H_
+
+#include "gin.h"
+#include "rows.h"
+
+/* Where this rank is. */
+struct epPlace {
+  uint32_t rank, domains, ups, domain, up; /* U; o and u */
+};
+
+template <class C> DEV epPlace ep_place(const C c, const epGroupArgs &g) {
+  epPlace w;
+  w.rank = g.rank;
+  w.ups = c.scaleUp;
+  w.domains = c.ranks / c.scaleUp;
+  w.domain = g.rank / c.scaleUp;
+  w.up = g.rank % c.scaleUp;
+  return w;
+}
+
+DEV bool ep_reached(uint64_t value, uint64_t want, uint32_t bits) {
+  uint64_t mask = ~0ull >> (64 - bits);
+  return ((value - want) & mask) <= mask >> 1;
+}
+
+/* Waits until `read`, an acquire, has come to `want` in the given bits. */
+template <class F>
+DEV bool ep_wait_value(const epGroupArgs &g, F read, uint64_t want, uint32_t bits, uint32_t phase, uint32_t peer) {
+  uint64_t start = 0;
+  for (uint32_t round = 0;; round++) {
+    uint64_t seen = read();
+    if (ep_reached(seen, want, bits))
+      return true;
+    if (round == 0)
+      start = p::globaltimer();
+    if (ep_give_up(g, start, round, phase, peer, (uint32_t)want, (uint32_t)seen))
+      return false;
+  }
+}
+
+DEV bool ep_wait_signal(const epGroupArgs &g, const epHybridGroup &h, uint32_t signal, uint64_t want, uint32_t bits,
+                        uint32_t phase, uint32_t peer) {
+  return ep_wait_value(g, [&] { return p::gin_read(h.gin, signal); }, want, bits, phase, peer);
+}
+
+/* Whole block: for every other domain, this rank's signal from there has come to `want`. */
+template <class F>
+DEV bool ep_wait_rails(uint32_t threads, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint64_t want,
+                       uint32_t phase, F signalOf) {
+  bool ok = true;
+  for (uint32_t o = p::tid(); o < w.domains && ok; o += threads)
+    if (o != w.domain)
+      ok = ep_wait_signal(g, h, signalOf(o), want, EP_GENERATION_ROLL, phase, o * w.ups + w.up);
+  return ep_block_agrees(ok);
+}
+
+/* Whole block: the ranks of the domain have read what operation gen - 1 and earlier left in my staging, and I in mine. The
+ * first block passes it on: then my rail may write to me again. */
+template <class C>
+DEV bool ep_domain_credits(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t phase) {
+  epPlace w = ep_place(c, g);
+  const uint32_t *credits = (const uint32_t *)(ep_window(g, g.rank) + g.window.credits) + w.domain * w.ups;
+  bool ok = true;
+  for (uint32_t u = p::tid(); u < w.ups && ok && c.bug != EP_BUG_NO_CREDIT; u += c.threads)
+    if (u != w.up)
+      ok = ep_wait_flag(g, credits + u, gen - 1, phase, w.domain * w.ups + u);
+  if (!ep_block_agrees(ok))
+    return false;
+  for (uint32_t o = p::tid(); p::bid() == 0 && o < w.domains; o += c.threads)
+    if (o != w.domain)
+      p::gin_signal_weak(h.gin, 0, o, epSignalCredit(w.domains, w.domain), 1);
+  return true;
+}
+
+/* Whole block: my rail may be written to. */
+template <class C>
+DEV bool ep_rail_credits(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t phase) {
+  epPlace w = ep_place(c, g);
+  return ep_wait_rails(c.threads, g, h, w, c.bug == EP_BUG_GIN_SLOT_EARLY ? gen - 1 : gen, phase,
+                       [&](uint32_t o) { return epSignalCredit(w.domains, o); });
+}
+
+/* ---- Places of rows ----------------------------------------------------------------------------------------------- */
+
+/* Window offsets of row t from (to) domain o. */
+DEV uint64_t ep_rail_row(const epGroupArgs &g, uint64_t section, uint32_t owner, uint32_t o, uint32_t t) {
+  return section + ((uint64_t)epRegionOf(owner, o) * g.maxTokens + t) * g.window.stageStride;
+}
+/* Row (o, j) that rank `writer` of my domain stages at rank `owner` of it, and the flag of chunk (o, i). Ranks by index. */
+DEV uint8_t *ep_domain_row(const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o, uint32_t j) {
+  uint64_t row = ((uint64_t)epRegionOf(owner, writer) * w.domains + o) * g.maxTokens + j;
+  return ep_window(g, w.domain * w.ups + owner) + g.window.stage + row * g.window.stageStride;
+}
+DEV uint32_t *ep_domain_flag(const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o, uint32_t i) {
+  return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + g.window.stageFlags) + (uint64_t)writer * g.window.chunks +
+         (uint64_t)o * g.maxTokens + i;
+}
+/* How far rank `up` of my domain has got what its rail's rank in domain o sends by a channel; in the window of `owner`. */
+DEV uint64_t *ep_tail_word(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t up,
+                           uint32_t o, uint32_t channel) {
+  return (uint64_t *)(ep_window(g, w.domain * w.ups + owner) + h.layout.railTails) +
+         ((uint64_t)up * w.domains + o) * h.layout.channels + channel;
+}
+
+/* ---- Tails -------------------------------------------------------------------------------------------------------- */
+
+/* A warp that serves a channel. For each domain shared memory holds how many of its chunks the tail has told, and in the
+ * top bit whether rows were put since. */
+struct epChannel {
+  uint32_t channel, context, told;
+};
+#define EP_PUT_SINCE 0x80000000u
+
+DEV epChannel ep_channel(const epHybridGroup &h, const epPlace &w, uint32_t channel) {
+  epChannel ch;
+  ch.channel = channel;
+  ch.context = channel % h.layout.contexts;
+  ch.told = p::smem_base() + EP_VERDICT_BYTES + 4 * p::warp() * w.domains;
+  for (uint32_t o = p::lane(); o < w.domains; o += 32)
+    p::sts<uint32_t>(ch.told + 4 * o, 0);
+  p::sync_warp();
+  return ch;
+}
+
+/* Whole warp, after it wrote the row at window offset `from`: lane 0 puts it. */
+DEV void ep_channel_put(const epHybridGroup &h, const epChannel &ch, uint32_t o, uint64_t to, uint64_t from,
+                        uint32_t bytes) {
+  if (p::lane() != 0)
+    return;
+  p::gin_put(h.gin, ch.context, o, to, from, bytes);
+  p::sts<uint32_t>(ch.told + 4 * o, p::lds<uint32_t>(ch.told + 4 * o) | EP_PUT_SINCE);
+}
+
+/* Whole warp: the channel's first `chunks` chunks are on their way; domains that got rows of the last ones are told. `all`:
+ * every domain is. */
+template <class C>
+DEV void ep_channel_tell(const C c, const epHybridGroup &h, const epPlace &w, const epChannel &ch, uint32_t chunks, bool all) {
+  p::sync_warp();
+  for (uint32_t o = p::lane(); o < w.domains; o += 32) {
+    uint32_t told = p::lds<uint32_t>(ch.told + 4 * o), before = told & ~EP_PUT_SINCE;
+    uint32_t now = chunks + (c.bug == EP_BUG_GIN_WRONG_TAIL && !all);
+    if (o == w.domain || now <= before || !(all || (told & EP_PUT_SINCE)))
+      continue;
+    uint32_t signal = epSignalRows(w.domains, h.layout.channels, w.domain, ch.channel);
+    if (c.bug == EP_BUG_GIN_WEAK)
+      p::gin_signal_weak(h.gin, ch.context, o, signal, now - before);
+    else
+      p::gin_signal(h.gin, ch.context, o, signal, now - before);
+    p::sts<uint32_t>(ch.told + 4 * o, now);
+  }
+  p::sync_warp();
+}
+
+/* Whole warp: the operation's tails are complete, and what was put from may be written again. */
+template <class C> DEV void ep_channel_end(const C c, const epHybridGroup &h, const epPlace &w, const epChannel &ch) {
+  ep_channel_tell(c, h, w, ch, 1u << EP_TAIL_BITS, true);
+  if (p::lane() == 0)
+    p::gin_flush(h.gin, ch.context);
+  p::sync_warp();
+}
+
+/* ---- The end ------------------------------------------------------------------------------------------------------ */
+
+/* Every block ends here; the last one returns the domain's credits and moves the generation. */
+template <class C> DEV void ep_hybrid_end(const C c, const epGroupArgs &g, uint32_t gen, uint32_t blocks) {
+  epGroupState *state = ep_state(g);
+  epPlace w = ep_place(c, g);
+  p::sync_threads();
+  if (p::tid() != 0 || p::atomic_add_acq_rel_gpu(&state->stageDone, 1) != blocks - 1)
+    return;
+  for (uint32_t u = 0; u < w.ups; u++)
+    if (u != w.up)
+      p::st_release_sys((uint32_t *)(ep_window(g, w.domain * w.ups + u) + g.window.credits) + g.rank, gen);
+  p::stg<uint32_t>(&state->stageDone, 0);
+  p::stg<uint32_t>(&state->aborted, 0);
+  p::stg<uint32_t>(&state->errorClaimed, 0);
+  p::stg<uint32_t>(&state->stageGen, gen);
+}
+
+#endif

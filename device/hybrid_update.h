@@ -1,0 +1,381 @@
+/* Update of a group with several scale-up domains: the same record as the plain one, and what a rank needs to forward. Scans
+ * are the plain kernel's; what crosses domains goes in two hops, so that a rank talks to its rail and its domain alone:
+ *
+ *   send      counts and decisions (expert, position, row) to the rank of this index in each domain, by GIN: two puts, a signal
+ *   forward   what came so is stored to the ranks of this domain that it concerns, as if the source had done it: words that
+ *             carry the generation, meta rows, a flag. The decisions for this domain are kept in the record
+ *   replies   go back the same way: to the rail, which hands them to the sources
+ *
+ * No wait depends on a later step of another rank: every rank sends, then forwards, then gathers, then forwards replies. */
+#ifndef EP_DEVICE_HYBRID_UPDATE_H_
+#define EP_DEVICE_HYBRID_UPDATE_H_
+
+#include "hybrid.h"
+#include "update.h"
+
+DEV epHybridState *ep_hybrid_state(const epGroupArgs &g, const epHybridGroup &h) {
+  return (epHybridState *)(g.scratch + h.layout.state);
+}
+template <class C> DEV uint32_t ep_domain_words(const C c) { return epDomainWords(c.scaleUp, c.experts, c.ranks); }
+
+/* Word `i` of what goes to domain o, in my window. */
+template <class C> DEV uint64_t *ep_out_count(const C c, const epHybridUpdateArgs &a, uint32_t o, uint32_t i) {
+  const epGroupArgs &g = a.plain.group;
+  return (uint64_t *)(ep_window(g, g.rank) + a.hybrid.layout.outCounts) + (uint64_t)o * (ep_domain_words(c) + 1) + i;
+}
+template <class C> DEV uint64_t *ep_out_reply(const C c, const epHybridUpdateArgs &a, uint32_t o, uint32_t i) {
+  const epGroupArgs &g = a.plain.group;
+  return (uint64_t *)(ep_window(g, g.rank) + a.hybrid.layout.outReplies) + (uint64_t)o * ep_domain_words(c) + i;
+}
+/* Window offset of what came from domain o. */
+template <class C> DEV uint64_t ep_rail_counts(const C c, const epHybridUpdateArgs &a, uint32_t o, uint32_t gen) {
+  return a.hybrid.layout.railCounts + 8ull * ((gen & 1) * (c.ranks / c.scaleUp) + o) * (ep_domain_words(c) + 1);
+}
+template <class C> DEV uint64_t ep_rail_replies(const C c, const epHybridUpdateArgs &a, uint32_t o, uint32_t gen) {
+  return a.hybrid.layout.railReplies + 8ull * ((gen & 1) * (c.ranks / c.scaleUp) + o) * ep_domain_words(c);
+}
+template <class C> DEV uint64_t ep_rail_meta(const C c, const epHybridUpdateArgs &a, uint32_t o, uint32_t gen) {
+  const epGroupArgs &g = a.plain.group;
+  return a.hybrid.layout.railMeta + 8ull * ((gen & 1) * (c.ranks / c.scaleUp) + o) * g.maxTokens * g.windowTopk;
+}
+
+/* As the plain ep_update_bases; the last block's totals go to the domain, and for others into what will be sent. */
+template <class C>
+DEV void ep_hybrid_bases(const C c, const epHybridUpdateArgs &a, const uint32_t *histogram, uint32_t gen) {
+  const epGroupArgs &g = a.plain.group;
+  epPlace w = ep_place(c, g);
+  uint32_t warps = c.threads / 32, columns = c.experts + c.ranks, locals = c.experts / c.ranks;
+  bool last = p::bid() == a.plain.blocks - 1;
+  for (uint32_t i = p::tid(); i < columns; i += c.threads) {
+    uint32_t before = 0;
+    for (uint32_t b = 0; b < p::bid(); b++)
+      before += p::ldg<uint32_t>(histogram + (uint64_t)b * columns + i);
+    for (uint32_t v = 0; v < warps; v++)
+      p::sts<uint32_t>(ep_hist(c, v, i), p::lds<uint32_t>(ep_hist(c, v, i)) + before);
+    if (!last)
+      continue;
+    uint32_t value = before + p::ldg<uint32_t>(histogram + (uint64_t)p::bid() * columns + i);
+    bool expert = i < c.experts;
+    uint32_t dst = expert ? i / locals : i - c.experts, word = expert ? i % locals : locals;
+    if (!expert)
+      value = EP_ROWS_WORD(value, EP_ROWS_TAG(c.topk, c.layout));
+    if (dst / w.ups == w.domain)
+      p::st_relaxed_sys((uint64_t *)(ep_window(g, dst) + g.window.counts) +
+                            (uint64_t)((gen & 1) * c.ranks + g.rank) * (locals + 1) + word,
+                        ep_word(gen, value));
+    else
+      p::stg<uint64_t>(ep_out_count(c, a, dst / w.ups, dst % w.ups * (locals + 1) + word), value);
+  }
+  for (uint32_t o = p::tid(); last && o < w.domains; o += c.threads)
+    p::stg<uint64_t>(ep_out_count(c, a, o, ep_domain_words(c)), a.plain.tokens);
+}
+
+/* As the plain ep_update_place; meta rows go to the domain, decisions into what will be sent. */
+template <class C>
+DEV void ep_hybrid_place(const C c, const epHybridUpdateArgs &a, uint32_t t0, uint32_t t1, uint32_t gen) {
+  const epGroupArgs &g = a.plain.group;
+  const epRecordLayout &rl = a.plain.recordLayout;
+  epPlace at = ep_place(c, g);
+  uint32_t w = p::warp(), below = ep_lanes_below(), locals = c.experts / c.ranks;
+  int32_t *sendRow = (int32_t *)(a.plain.record + rl.sendRow), *sendPos = (int32_t *)(a.plain.record + rl.sendPos);
+  uint32_t *out = (uint32_t *)(ep_window(g, g.rank) + a.hybrid.layout.outMeta);
+  for (uint32_t t = t0; t < t1; t += ep_update_tokens_at_once(c)) {
+    epRouteLane r = ep_route_lane(c, a.plain, t, t1);
+    uint32_t pos = 0, row = 0;
+    if (r.valid)
+      pos = p::lds<uint32_t>(ep_hist(c, w, r.expert)) + p::popc(r.expertMask & below);
+    if (r.first)
+      row = p::lds<uint32_t>(ep_hist(c, w, c.experts + r.owner)) + p::popc(r.rankMask & below);
+    p::sync_warp();
+    if (r.valid && (r.expertMask & below) == 0)
+      p::sts<uint32_t>(ep_hist(c, w, r.expert), pos + p::popc(r.expertMask));
+    if (r.first && (r.rankMask & below) == 0)
+      p::sts<uint32_t>(ep_hist(c, w, c.experts + r.owner), row + p::popc(r.rankMask));
+    uint32_t base = p::lane() / c.topk * c.topk, myRow = EP_NONE;
+    for (uint32_t k = 0; k < c.topk; k++) { /* each k in turn offers its row to the lanes of its token */
+      uint32_t src = base + k < 32 ? base + k : 31;
+      bool first = p::shfl(p::FULL, r.first, src);
+      uint32_t owner = p::shfl(p::FULL, r.owner, src), itsRow = p::shfl(p::FULL, row, src);
+      if (!r.inside || !first)
+        continue;
+      bool mine = r.valid && r.owner == owner;
+      if (mine)
+        myRow = itsRow;
+      if (owner / at.ups != at.domain)
+        continue;
+      uint32_t *meta = ep_meta(g, c.ranks, owner, g.rank, gen) + (uint64_t)itsRow * g.window.metaWords;
+      p::stg<uint32_t>(meta + 1 + r.k, mine ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
+      if (r.k == 0)
+        p::stg<uint32_t>(meta, r.token);
+    }
+    if (r.inside) {
+      uint64_t i = (uint64_t)r.token * c.topk + r.k, o = 2ull * r.token * c.topk + r.k;
+      p::stg<int32_t>(sendRow + i, r.valid ? (int32_t)myRow : -1);
+      p::stg<int32_t>(sendPos + i, r.valid ? (int32_t)pos : -1);
+      p::stg<uint32_t>(out + o, r.valid ? EP_ENTRY(r.expert, pos) : EP_NONE);
+      p::stg<uint32_t>(out + o + c.topk, myRow);
+    }
+    p::sync_warp();
+  }
+}
+
+/* True in the block that is the last to come here: what all blocks stored before is its own to release. */
+DEV bool ep_last_block(uint32_t *counter, uint32_t blocks) {
+  p::sync_threads();
+  if (p::tid() == 0)
+    p::sts<uint32_t>(p::smem_base(), blocks > 1 ? p::atomic_add_acq_rel_gpu(counter, 1) : 0);
+  p::sync_threads();
+  bool last = p::lds<uint32_t>(p::smem_base()) == blocks - 1;
+  p::sync_threads();
+  return last;
+}
+
+/* Whole block, the last one with its meta rows stored: flags in the domain, puts to the rail. */
+template <class C> DEV void ep_hybrid_send(const C c, const epHybridUpdateArgs &a, uint32_t gen) {
+  const epGroupArgs &g = a.plain.group;
+  const epHybridGroup &h = a.hybrid;
+  epPlace w = ep_place(c, g);
+  for (uint32_t u = p::tid(); u < w.ups; u += c.threads)
+    p::st_release_sys((uint32_t *)(ep_window(g, w.domain * w.ups + u) + g.window.metaFlags) + g.rank, gen);
+  for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
+    if (o == w.domain)
+      continue;
+    p::gin_put(h.gin, 0, o, ep_rail_counts(c, a, w.domain, gen), h.layout.outCounts + 8ull * o * (ep_domain_words(c) + 1),
+               8 * (ep_domain_words(c) + 1));
+    if (a.plain.tokens)
+      p::gin_put(h.gin, 0, o, ep_rail_meta(c, a, w.domain, gen), h.layout.outMeta, 8 * a.plain.tokens * c.topk);
+    p::gin_signal(h.gin, 0, o, epSignalMeta(w.domain), 1);
+  }
+}
+
+/* Whole block: words that came from the rail become those of their sources in the windows of the domain. */
+template <class C, class F>
+DEV void ep_forward_words(const C c, const epGroupArgs &g, uint64_t section, uint32_t gen, F from) {
+  epPlace w = ep_place(c, g);
+  uint32_t locals = c.experts / c.ranks, words = locals + 1, each = w.ups * words;
+  for (uint32_t i = p::tid(); i < w.domains * each; i += c.threads) {
+    uint32_t o = i / each, u = i % each / words, word = i % words, source = o * w.ups + w.up;
+    if (o == w.domain)
+      continue;
+    const uint64_t *value = (const uint64_t *)(ep_window(g, g.rank) + from(o)) + i % each;
+    p::st_relaxed_sys((uint64_t *)(ep_window(g, w.domain * w.ups + u) + section) +
+                          (uint64_t)((gen & 1) * c.ranks + source) * words + word,
+                      ep_word(gen, (uint32_t)p::ldg<uint64_t>(value)));
+  }
+}
+
+/* Whole warp: the decisions of token t of domain o that concern this domain, to the record and to their owners' meta rows. */
+template <class C>
+DEV void ep_forward_token(const C c, const epHybridUpdateArgs &a, uint32_t o, uint32_t t, uint32_t gen) {
+  const epGroupArgs &g = a.plain.group;
+  epPlace w = ep_place(c, g);
+  epHybridRecord rec = epHybridRecordOf(a.plain.recordLayout.bytes, w.domains, c.topk, g.maxTokens);
+  uint32_t l = p::lane(), locals = c.experts / c.ranks, entry = EP_NONE, row = 0;
+  const uint32_t *in = (const uint32_t *)(ep_window(g, g.rank) + ep_rail_meta(c, a, o, gen)) + 2ull * t * c.topk;
+  if (l < c.topk) {
+    entry = p::ldg<uint32_t>(in + l);
+    row = p::ldg<uint32_t>(in + c.topk + l);
+  }
+  uint32_t expert = entry == EP_NONE ? 0 : EP_ENTRY_EXPERT(entry), owner = expert / locals;
+  bool here = entry != EP_NONE && owner / w.ups == w.domain;
+  if (l < c.topk)
+    p::stg<uint32_t>((uint32_t *)(a.plain.record + rec.forward) + ((uint64_t)o * g.maxTokens + t) * c.topk + l,
+                     here ? EP_ENTRY(expert, row) : EP_NONE);
+  uint32_t mates = p::match_any(p::FULL, here ? owner : ep_lone_key());
+  for (uint32_t m = p::ballot(p::FULL, here && (mates & ep_lanes_below()) == 0); m; m &= m - 1) {
+    uint32_t dst = p::shfl(p::FULL, owner, p::ffs(m) - 1), itsRow = p::shfl(p::FULL, row, p::ffs(m) - 1);
+    uint32_t *meta = ep_meta(g, c.ranks, dst, o * w.ups + w.up, gen) + (uint64_t)itsRow * g.window.metaWords;
+    if (l < c.topk)
+      p::stg<uint32_t>(meta + 1 + l, here && owner == dst ? EP_ENTRY(expert % locals, EP_ENTRY_POS(entry)) : EP_NONE);
+    if (l == 0)
+      p::stg<uint32_t>(meta, t);
+  }
+}
+
+/* Whole block: what came has this rank's top-k and layout; else it must not be taken apart. */
+template <class C> DEV bool ep_same_routing(const C c, const epHybridUpdateArgs &a, uint32_t gen) {
+  const epGroupArgs &g = a.plain.group;
+  epPlace w = ep_place(c, g);
+  uint32_t tag = EP_ROWS_TAG(c.topk, c.layout);
+  bool ok = true;
+  for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
+    const uint64_t *words = (const uint64_t *)(ep_window(g, g.rank) + ep_rail_counts(c, a, o, gen));
+    uint32_t its = o == w.domain ? tag : EP_ROWS_TAG_OF(p::ldg<uint64_t>(words + c.experts / c.ranks));
+    if (its == tag)
+      continue;
+    ep_report(g, EP_ERR_MISMATCH, EP_PHASE_UPDATE_COUNTS, o * w.ups + w.up, tag, its);
+    ok = false;
+  }
+  return ep_block_agrees(ok);
+}
+
+/* All blocks: what came from the rail goes to the domain. */
+template <class C> DEV bool ep_hybrid_forward(const C c, const epHybridUpdateArgs &a, uint32_t gen) {
+  const epGroupArgs &g = a.plain.group;
+  epPlace w = ep_place(c, g);
+  epHybridRecord rec = epHybridRecordOf(a.plain.recordLayout.bytes, w.domains, c.topk, g.maxTokens);
+  uint32_t warps = a.plain.blocks * (c.threads / 32), index = p::bid() * (c.threads / 32) + p::warp();
+  if (!ep_wait_rails(c.threads, g, a.hybrid, w, gen, EP_PHASE_UPDATE_META, [](uint32_t o) { return epSignalMeta(o); }) ||
+      !ep_same_routing(c, a, gen))
+    return false;
+  if (p::bid() == a.plain.blocks - 1)
+    ep_forward_words(c, g, g.window.counts, gen, [&](uint32_t o) { return ep_rail_counts(c, a, o, gen); });
+  for (uint32_t o = 0; o < w.domains; o++) {
+    if (o == w.domain)
+      continue;
+    const uint64_t *words = (const uint64_t *)(ep_window(g, g.rank) + ep_rail_counts(c, a, o, gen));
+    uint32_t tokens = (uint32_t)p::ldg<uint64_t>(words + ep_domain_words(c));
+    for (uint32_t t = index; t < tokens && t < g.maxTokens; t += warps)
+      ep_forward_token(c, a, o, t, gen);
+    if (index == 0 && p::lane() == 0)
+      p::stg<uint32_t>((uint32_t *)(a.plain.record + rec.fwdTokens) + o, tokens);
+  }
+  if (!ep_last_block(&ep_hybrid_state(g, a.hybrid)->forwarded, a.plain.blocks))
+    return true;
+  for (uint32_t i = p::tid(); i < c.ranks; i += c.threads) {
+    uint32_t o = i / w.ups, u = i % w.ups;
+    if (o != w.domain)
+      p::st_release_sys((uint32_t *)(ep_window(g, w.domain * w.ups + u) + g.window.metaFlags) + o * w.ups + w.up, gen);
+  }
+  return true;
+}
+
+/* Where rows of source s begin here: word `word` of the reply. */
+template <class C>
+DEV void ep_hybrid_reply(const C c, const epHybridUpdateArgs &a, uint32_t s, uint32_t word, uint32_t value, uint32_t gen) {
+  const epGroupArgs &g = a.plain.group;
+  uint32_t words = c.experts / c.ranks + 1;
+  if (s / c.scaleUp == g.rank / c.scaleUp)
+    p::st_relaxed_sys((uint64_t *)(ep_window(g, s) + g.window.replies) + (uint64_t)((gen & 1) * c.ranks + g.rank) * words + word,
+                      ep_word(gen, value));
+  else
+    p::stg<uint64_t>(ep_out_reply(c, a, s / c.scaleUp, s % c.scaleUp * words + word), value);
+}
+
+/* Block 0, as the plain ep_update_gather: totals of all sources -> bases, zones, counters, replies. */
+template <class C> DEV void ep_hybrid_gather(const C c, const epHybridUpdateArgs &a, uint32_t gen) {
+  const epUpdateArgs &u = a.plain;
+  const epRecordLayout &rl = u.recordLayout;
+  epPlace w = ep_place(c, u.group);
+  uint32_t locals = c.experts / c.ranks, warps = c.threads / 32, align = u.align ? u.align : 1;
+  bool flat = c.layout == EP_LAYOUT_KIND_FLAT;
+  uint32_t *slotBase = (uint32_t *)(u.record + rl.slotBase), *zoneBase = (uint32_t *)(u.record + rl.zoneBase);
+  uint32_t *recvCount = (uint32_t *)(u.record + rl.recvCount), *recvBase = (uint32_t *)(u.record + rl.recvBase);
+  uint32_t *zoneCount = (uint32_t *)(u.record + rl.zoneCount);
+  epGather g = ep_gather(c);
+  if (!ep_gather_counts(c, u, g, gen))
+    return;
+  for (uint32_t e = p::tid(); e < locals; e += c.threads) {
+    uint32_t total = 0;
+    for (uint32_t s = 0; s < c.ranks; s++)
+      total += ep_lds(g.counts, s * locals + e);
+    p::sts<uint32_t>(g.zoneCount + 4 * e, total);
+  }
+  p::sync_threads();
+  if (p::warp() == 0)
+    ep_warp_prefix(g.zoneBase, locals, [&](uint32_t e) { return (ep_lds(g.zoneCount, e) + align - 1) / align * align; });
+  if (p::warp() == 1 % warps)
+    ep_warp_prefix(g.recvBase, c.ranks, [&](uint32_t s) { return ep_lds(g.rows, s); });
+  p::sync_threads();
+  for (uint32_t e = p::tid(); e < locals; e += c.threads) {
+    uint32_t slot = ep_lds(g.zoneBase, e), n = ep_lds(g.zoneCount, e), padded = ep_lds(g.zoneBase, e + 1) - slot;
+    p::stg<uint32_t>(zoneBase + e, slot);
+    p::stg<uint32_t>(zoneCount + e, n);
+    ep_put_counter(u.expertOffsets, u.expertOffsetsWide, e, slot);
+    ep_put_counter(u.expertCounters, u.expertCountersWide, e, flat ? n : padded);
+    for (uint32_t s = 0; s < c.ranks; s++) {
+      ep_hybrid_reply(c, a, s, e, slot, gen);
+      p::stg<uint32_t>(slotBase + s * locals + e, slot);
+      slot += ep_lds(g.counts, s * locals + e);
+    }
+  }
+  for (uint32_t s = p::tid(); s < c.ranks; s += c.threads) {
+    ep_hybrid_reply(c, a, s, locals, ep_lds(g.recvBase, s), gen);
+    p::stg<uint32_t>(recvCount + s, ep_lds(g.rows, s));
+    p::stg<uint32_t>(recvBase + s, ep_lds(g.recvBase, s));
+  }
+  uint32_t rows = flat ? ep_lds(g.recvBase, c.ranks) : ep_lds(g.zoneBase, locals);
+  if (p::tid() == 0) {
+    p::stg<uint32_t>(zoneBase + locals, ep_lds(g.zoneBase, locals));
+    p::stg<uint32_t>(recvBase + c.ranks, ep_lds(g.recvBase, c.ranks));
+    ep_put_counter(u.recvTotal, u.recvTotalWide, 0, rows);
+    ep_update_header(c, u);
+    if (u.budget && rows > u.budget)
+      p::st_relaxed_sys(&u.group.error->overflowNeeded, rows);
+  }
+  p::sync_threads();
+  for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
+    if (o == w.domain)
+      continue;
+    p::gin_put(a.hybrid.gin, 0, o, ep_rail_replies(c, a, w.domain, gen),
+               a.hybrid.layout.outReplies + 8ull * o * ep_domain_words(c), 8 * ep_domain_words(c));
+    p::gin_signal(a.hybrid.gin, 0, o, epSignalReply(w.domains, w.domain), 1);
+  }
+  if (u.hostCounts)
+    ep_update_host_counts(c, u, g, rows, gen);
+}
+
+/* Last block: replies from the rail go to their sources; then this rank's own. */
+template <class C> DEV void ep_hybrid_replies(const C c, const epHybridUpdateArgs &a, uint32_t gen) {
+  const epGroupArgs &g = a.plain.group;
+  epPlace w = ep_place(c, g);
+  if (!ep_wait_rails(c.threads, g, a.hybrid, w, gen, EP_PHASE_UPDATE_REPLY,
+                     [&](uint32_t o) { return epSignalReply(w.domains, o); }))
+    return;
+  ep_forward_words(c, g, g.window.replies, gen, [&](uint32_t o) { return ep_rail_replies(c, a, o, gen); });
+  ep_update_replies(c, a.plain, gen);
+}
+
+template <class C> DEV void ep_hybrid_update(const C c, const epHybridUpdateArgs &a) {
+  p::grid_wait();
+  const epUpdateArgs &u = a.plain;
+  epGroupState *state = ep_state(u.group);
+  uint32_t *histogram = (uint32_t *)(u.group.scratch + u.group.scratchLayout.histogram);
+  uint32_t gen = p::ldg<uint32_t>(&state->updateGen) + 1;
+  uint32_t warps = u.blocks * (c.threads / 32), index = p::bid() * (c.threads / 32) + p::warp();
+  uint32_t each = (u.tokens + warps - 1) / warps;
+  uint32_t t0 = index * each < u.tokens ? index * each : u.tokens;
+  uint32_t t1 = t0 + each < u.tokens ? t0 + each : u.tokens;
+
+  ep_update_count(c, u, t0, t1);
+  p::sync_threads();
+  ep_update_publish(c, histogram);
+  p::sync_threads();
+  bool ok = true;
+  if (p::tid() == 0 && u.blocks > 1) {
+    p::atomic_add_acq_rel_gpu(&state->updateArrived, 1);
+    if (c.bug != EP_BUG_NO_GRID_BARRIER)
+      ok = ep_wait_flag(u.group, &state->updateArrived, u.blocks, EP_PHASE_GRID, u.group.rank);
+  }
+  if (ep_block_agrees(ok)) {
+    ep_hybrid_bases(c, a, histogram, gen);
+    p::sync_threads();
+    ep_hybrid_place(c, a, t0, t1, gen);
+    if (ep_last_block(&state->updateSent, u.blocks))
+      ep_hybrid_send(c, a, gen);
+    ok = ep_hybrid_forward(c, a, gen);
+    if (ok && p::bid() == 0)
+      ep_hybrid_gather(c, a, gen);
+    if (ok && p::bid() == u.blocks - 1)
+      ep_hybrid_replies(c, a, gen);
+    if (ok)
+      ep_update_copy_meta(c, u, gen);
+  }
+  p::sync_threads();
+  if (p::tid() == 0)
+    p::gin_flush(a.hybrid.gin, 0); /* the next update writes what was put from */
+  if (p::tid() == 0 && (u.blocks == 1 || p::atomic_add_acq_rel_gpu(&state->updateDone, 1) == u.blocks - 1)) {
+    bool whole = p::ld_relaxed_sys(&state->aborted) == 0; /* else what follows on the stream must not trust the record */
+    p::stg<uint32_t>(&((epRecordHeader *)(u.record + u.recordLayout.header))->generation, whole ? gen : 0);
+    p::stg<uint32_t>(&state->updateArrived, 0);
+    p::stg<uint32_t>(&state->updateSent, 0);
+    p::stg<uint32_t>(&state->updateDone, 0);
+    p::stg<uint32_t>(&state->aborted, 0);
+    p::stg<uint32_t>(&state->errorClaimed, 0);
+    p::stg<uint32_t>(&state->indexClaimed, 0);
+    p::stg<uint32_t>(&state->updateGen, gen);
+    p::stg<uint32_t>(&ep_hybrid_state(u.group, a.hybrid)->forwarded, 0);
+  }
+}
+
+#endif

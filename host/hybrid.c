@@ -1,0 +1,99 @@
+/* What a group of several scale-up domains has that a plain one has not: its layouts, the network of its window, kernels of
+ * its own behind the plain ones' identifiers, and their launch sizes. */
+#include "hybrid.h"
+
+#include <string.h>
+
+#include "fail.h"
+
+/* Equal on all ranks: signals and tails are by channel. A channel is a warp; the sum of a few of its rows in flight must
+ * cover the trip over the scale-out link. On the emulated fabric more only cost time. */
+#define EP_CHANNELS 32u
+#define EP_EMU_CHANNELS 4u
+#define EP_CONTEXTS 4u
+#define EP_EMU_CONTEXTS 2u
+#define EP_HYBRID_WARPS 8u
+#define EP_EMU_HYBRID_WARPS 2u
+
+static uint32_t epChannels(const epTopology *t) { return t->arch ? EP_CHANNELS : EP_EMU_CHANNELS; }
+static uint32_t epContexts(const epTopology *t) { return t->arch ? EP_CONTEXTS : EP_EMU_CONTEXTS; }
+
+int epIsHybrid(const struct ncclEpGroup *g) { return g->topology.scaleOutRanks > 1; }
+
+void epHybridLayouts(struct ncclEpGroup *g) {
+  uint64_t end = g->scratchLayout.bytes;
+  epHybridLayoutOf(g->shape, (uint32_t)g->topology.scaleUpRanks, epChannels(&g->topology), epContexts(&g->topology),
+                   &g->windowLayout, &g->hybrid.layout);
+  g->hybrid.layout.state = epTake(&end, sizeof(epHybridState));
+  g->scratchLayout.bytes = end;
+}
+
+ncclResult_t epHybridOpen(struct ncclEpGroup *g) {
+  const epHybridLayout *l = &g->hybrid.layout;
+  return g->be->ops->ginCreate(g->be, g->window, l->contexts,
+                               epSignalCount((uint32_t)g->topology.scaleOutRanks, l->channels), &g->hybrid.gin);
+}
+
+size_t epHybridRecordBytes(const struct ncclEpGroup *g, uint32_t topk) {
+  const epShape *s = &g->shape;
+  uint64_t plain = epRecordLayoutOf(s->ranks, s->experts, topk, s->maxTokens).bytes;
+  return (size_t)epHybridRecordOf(plain, (uint32_t)g->topology.scaleOutRanks, topk, s->maxTokens).bytes;
+}
+
+int epHybridKernel(int id, const epConfig *config) { return config->scaleUp ? id + EP_KERNEL_HYBRID_UPDATE : id; }
+
+ncclResult_t epLaunchKernel(struct ncclEpGroup *g, epKernel *kernel, const epLaunch *launch, cudaStream_t stream) {
+  union {
+    epHybridUpdateArgs update;
+    epHybridDispatchArgs dispatch;
+    epHybridCombineArgs combine;
+    uint8_t bytes[1];
+  } args;
+  epLaunch wide = *launch;
+  if (!epIsHybrid(g)) return g->be->ops->launch(g->be, kernel, launch, stream);
+  if (launch->argBytes + sizeof g->hybrid > sizeof args)
+    return epFail(ncclInternalError, "arguments of %zu bytes: a hybrid kernel has at most %zu", launch->argBytes,
+                  sizeof args - sizeof g->hybrid);
+  memcpy(args.bytes, launch->args, launch->argBytes);
+  memcpy(args.bytes + launch->argBytes, &g->hybrid, sizeof g->hybrid);
+  wide.args = &args;
+  wide.argBytes = launch->argBytes + sizeof g->hybrid;
+  return g->be->ops->launch(g->be, kernel, &wide, stream);
+}
+
+/* Dispatch: a warp for each channel sends, one block forwards. Combine: pushers have as much to read as the others, so they
+ * get half of what the channels leave. All roles have a block at least; none waits for a later one. */
+ncclResult_t epPolicyHybridMove(const epTopology *t, unsigned sms, int kernelId, epConfig *config, epGrid *grid) {
+  unsigned channels, blocks;
+  config->scaleUp = (uint32_t)t->scaleUpRanks;
+  config->bulk = 0; /* rows go by plain loads and stores, which a few SMs' links cannot tell from bulk copies */
+  config->stageBytes = 0;
+  config->threads = 32 * (t->arch ? EP_HYBRID_WARPS : EP_EMU_HYBRID_WARPS);
+  channels = epChannelBlocks(epChannels(t), config->threads);
+  blocks = sms < channels + 2 ? channels + 2 : sms;
+  grid->threads = config->threads;
+  grid->smemBytes = epHybridMoveSmem(config);
+  grid->blocks = blocks;
+  grid->pushBlocks = kernelId == EP_KERNEL_DISPATCH ? channels : (blocks - channels) / 2;
+  return ncclSuccess;
+}
+
+void epHybridBufferSize(const epTopology *t, const epShape *shape, ncclEpBufferSize_t *sizes) {
+  uint32_t domains = (uint32_t)t->scaleOutRanks;
+  uint64_t scratch = epScratchLayoutOf(shape->ranks, shape->experts).bytes;
+  epWindowLayout w;
+  epHybridLayout h;
+  epHybridLayoutOf(*shape, (uint32_t)t->scaleUpRanks, epChannels(t), epContexts(t), &w, &h);
+  sizes->window_bytes = w.bytes;
+  sizes->count_bytes = h.railTails - w.counts;
+  sizes->flag_bytes = w.meta - h.railTails;
+  sizes->metadata_bytes = w.stage - w.meta;
+  sizes->staging_bytes = w.bytes - w.stage;
+  sizes->handle_bytes = epHybridRecordOf(
+      epRecordLayoutOf(shape->ranks, shape->experts, shape->topk, shape->maxTokens).bytes, domains, shape->topk,
+      shape->maxTokens).bytes;
+  sizes->scratch_bytes = epAlignUp(scratch + sizeof(epHybridState), EP_SECTION_ALIGN);
+  sizes->gin_contexts = h.contexts;
+  sizes->gin_signals = epSignalCount(domains, h.channels);
+  sizes->queue_pairs = h.contexts * (domains - 1);
+}

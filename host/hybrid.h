@@ -1,0 +1,20 @@
+/* Groups of several scale-up domains on the host: sizes, launches, and what their kernels get beside the plain arguments. */
+#ifndef EP_HOST_HYBRID_H_
+#define EP_HOST_HYBRID_H_
+
+#include "runtime.h"
+
+int epIsHybrid(const struct ncclEpGroup *group);
+/* Window and scratch layouts of the group instead of the plain ones. */
+void epHybridLayouts(struct ncclEpGroup *group);
+/* The network of the group's window. Collective. */
+ncclResult_t epHybridOpen(struct ncclEpGroup *group);
+size_t epHybridRecordBytes(const struct ncclEpGroup *group, uint32_t topk);
+/* The kernel that does what plain kernel `id` does, if the configuration is one of several domains; else `id`. */
+int epHybridKernel(int id, const epConfig *config);
+/* As epPolicyMove, which calls it. */
+ncclResult_t epPolicyHybridMove(const epTopology *topology, unsigned sms, int kernelId, epConfig *config, epGrid *grid);
+/* What sizes.c cannot know without a topology. */
+void epHybridBufferSize(const epTopology *topology, const epShape *shape, ncclEpBufferSize_t *sizes);
+
+#endif
