@@ -333,7 +333,7 @@ typedef struct {
    * which are rounded up to 16. */
   unsigned int max_token_bytes;
   unsigned long int rdma_buffer_size; /* ignored: the window's size follows from the fields above */
-  unsigned int num_qp_per_rank;       /* ignored: one scale-up domain has no queue pairs */
+  unsigned int num_qp_per_rank;       /* ignored: ncclEpGetGroupProperties tells contexts and queue pairs */
   unsigned int num_channels;          /* ignored: see max_num_sms */
   /* Thread blocks (SMs) of a kernel at most; NCCL_EP_AUTO: the whole GPU. Environment: NCCL_EP_NUM_SMS. With more than
    * one rank dispatch and combine have at least two blocks, a sender and a receiver; they also work one after the
@@ -596,8 +596,8 @@ ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t *tensor);
  *             first field that differs with both values.
  * Collective; blocks the host. Reads the NCCL_EP_* environment. Allocates one symmetric window (its size in high
  * throughput: ncclEpCalculateBufferSize), registers it, and allocates scratch by `alloc`. Not allowed while the
- * device's stream is being captured. ncclInvalidUsage also answers for several scale-up domains and other things not supported
- * yet. A rank that refuses its own arguments, or never calls, is waited for: see "Collective" above. When that wait
+ * device's stream is being captured. ncclInvalidUsage also answers for several scale-up domains on GPUs or in low latency, and
+ * other things not supported yet. A rank that refuses its own arguments, or never calls, is waited for: see "Collective" above. When that wait
  * ends, this process keeps the group's memory, because NCCL's exchange still runs on the device. */
 ncclResult_t ncclEpCreateGroup(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config);
 

@@ -19,7 +19,15 @@ CAUSES = {
     "no-credit": r"data race\].*no credit",
     "no-grid-barrier": r"data race\] update",
     "wait-unscheduled": r"block not resident\]",
+    "gin-signal-first": r"data race\] hybrid_.*GIN.*no strong signal after the put|"
+                        r"data race\] hybrid_.*\(hybrid\.h:\d+\) writes window.*raised before this write",
+    "gin-weak": r"data race\] hybrid_.*reads window.*no strong signal after the put",
+    "gin-wrong-tail": r"data race\] hybrid_.*reads window.*no strong signal after the put",
+    "no-forward-fence": r"data race\] hybrid_dispatch.*reads window.*of rank \d+'s GIN",
+    "gin-slot-early": r"data race\] hybrid_.*\(hybrid\.h:\d+\) writes window",
 }
+# Faults of hybrid kernels need two domains, and rows so long that a channel has several chunks.
+HYBRID = ["gin-signal-first", "gin-weak", "gin-wrong-tail", "no-forward-fence", "gin-slot-early"]
 
 
 def run(bench, *more):
@@ -28,7 +36,8 @@ def run(bench, *more):
 
 
 def check(bench, name, layout):
-    code, text = run(bench, "--backend", "emu", "--topology", "1x4", "--tokens", "16", "--hidden", "512", "--topk", "4",
+    topology, hidden = ("2x2", "4096") if name in HYBRID else ("1x4", "512")
+    code, text = run(bench, "--backend", "emu", "--topology", topology, "--tokens", "16", "--hidden", hidden, "--topk", "4",
                      "--experts", "16", "--layout", layout, "--seed", "1", "--schedules", "10", "--check",
                      "--bug", name)
     print(text)
