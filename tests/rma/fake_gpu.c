@@ -40,7 +40,7 @@ typedef struct {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static range ranges[RANGES];
 static int handles[RANGES]; /* descriptor + 1 */
-static int alive, alone, mistakes;
+static int alive, alone, mistakes, failIn;
 static uint64_t dice = 88172645463325252ull;
 static _Thread_local int depth;
 
@@ -62,6 +62,11 @@ static unsigned roll(void) {
       __sync_fetch_and_add(&mistakes, 1); \
       return NO_CONTEXT;                  \
     }                                     \
+  } while (0)
+
+#define MAY_FAIL()                                   \
+  do {                                               \
+    if (failIn > 0 && --failIn == 0) return INVALID; \
   } while (0)
 
 static range *rangeOf(ptr p) {
@@ -117,6 +122,13 @@ void fakeAlone(int on) { alone = on; }
 int fakeMistakes(void);
 int fakeMistakes(void) { return mistakes; }
 
+int fakeFail(int n);
+int fakeFail(int n) {
+  int left = failIn;
+  failIn = n;
+  return left;
+}
+
 /* ---- streams --------------------------------------------------------------------------------------------------- */
 
 static void doOne(stream *on) {
@@ -146,6 +158,7 @@ static int enqueue(stream *on, work what) {
 
 CALL(cuStreamCreate, void **out, unsigned flags) {
   NEED_CONTEXT();
+  MAY_FAIL();
   (void)flags;
   *out = calloc(1, sizeof(stream));
   lock();
@@ -155,20 +168,23 @@ CALL(cuStreamCreate, void **out, unsigned flags) {
 CALL(cuStreamSynchronize, void *of) {
   stream *on = of;
   NEED_CONTEXT();
+  MAY_FAIL();
   lock();
   while (on->head) doOne(on);
   return unlock(OK);
 }
 CALL(cuStreamDestroy_v2, void *of) {
-  int rc = cuStreamSynchronize(of);
-  if (rc) return rc;
-  free(of);
+  stream *on = of;
+  NEED_CONTEXT();
   lock();
+  while (on->head) doOne(on);
+  free(of);
   alive--;
   return unlock(OK);
 }
 CALL(cuEventCreate, void **out, unsigned flags) {
   NEED_CONTEXT();
+  MAY_FAIL();
   (void)flags;
   *out = calloc(1, sizeof(event));
   lock();
@@ -186,6 +202,7 @@ CALL(cuEventDestroy_v2, void *of) {
 }
 CALL(cuEventRecord, void *of, void *on) {
   NEED_CONTEXT();
+  MAY_FAIL();
   event *e = of;
   lock();
   e->on = on;
@@ -194,6 +211,7 @@ CALL(cuEventRecord, void *of, void *on) {
 }
 CALL(cuEventQuery, void *of) {
   NEED_CONTEXT();
+  MAY_FAIL();
   event *e = of;
   lock();
   if (e->on && e->on->head && e->reached < e->recorded && roll() % 2) doOne(e->on);
@@ -201,6 +219,7 @@ CALL(cuEventQuery, void *of) {
 }
 CALL(cuMemcpyAsync, ptr to, ptr from, size_t bytes, void *on) {
   NEED_CONTEXT();
+  MAY_FAIL();
   work what = {.to = (char *)to, .from = (const char *)from, .bytes = bytes};
   lock();
   if (!rangeOf(from)) {
@@ -214,6 +233,7 @@ CALL(cuMemcpyAsync, ptr to, ptr from, size_t bytes, void *on) {
 }
 CALL(cuStreamWriteValue64_v2, void *on, ptr to, uint64_t word, unsigned flags) {
   NEED_CONTEXT();
+  MAY_FAIL();
   (void)flags;
   lock();
   /* Nobody asks for an event after a signal: it is done by and by. */
@@ -236,6 +256,7 @@ CALL(cuDeviceGet, int *device, int ordinal) {
   return OK;
 }
 CALL(cuDevicePrimaryCtxRetain, void **context, int device) {
+  MAY_FAIL();
   *context = (void *)(ptr)(0x1000 + device);
   lock();
   alive++;
@@ -266,6 +287,7 @@ CALL(cuThreadExchangeStreamCaptureMode, int *mode) {
   return OK;
 }
 CALL(cuPointerGetAttribute, void *value, int attribute, ptr p) {
+  MAY_FAIL();
   lock();
   range *of = rangeOf(p);
   if (of && !of->pinned) *(int *)value = 0;
@@ -273,6 +295,7 @@ CALL(cuPointerGetAttribute, void *value, int attribute, ptr p) {
 }
 CALL(cuMemHostAlloc, void **out, size_t bytes, unsigned flags) {
   NEED_CONTEXT();
+  MAY_FAIL();
   (void)flags;
   *out = malloc(bytes);
   lock();
@@ -293,12 +316,14 @@ CALL(cuMemFreeHost, void *host) {
 /* ---- exported memory --------------------------------------------------------------------------------------------- */
 
 CALL(cuMemGetAddressRange_v2, ptr *base, size_t *bytes, ptr p) {
+  MAY_FAIL();
   lock();
   range *of = rangeOf(p);
   if (of) *base = (ptr)of->at, *bytes = of->bytes;
   return unlock(of ? OK : INVALID);
 }
 CALL(cuMemRetainAllocationHandle, unsigned long long *handle, void *p) {
+  MAY_FAIL();
   lock();
   range *of = rangeOf((ptr)p);
   if (!of || of->pinned) return unlock(INVALID);
@@ -318,6 +343,7 @@ CALL(cuMemGetAllocationPropertiesFromHandle, int *properties, unsigned long long
   return unlock(OK);
 }
 CALL(cuMemExportToShareableHandle, int *fd, unsigned long long handle, int type, unsigned long long flags) {
+  MAY_FAIL();
   lock();
   *fd = type == 1 && flags == 0 ? dup(handles[handle - 1] - 1) : -1;
   return unlock(*fd >= 0 ? OK : INVALID);

@@ -11,6 +11,8 @@ typedef void (*fakeReleaseFn)(void *memory);
 typedef int (*fakeAliveFn)(void);
 /* 1: this GPU reaches no other one's memory. */
 typedef void (*fakeAloneFn)(int alone);
+/* Makes the n-th call from now that may fail do so (0: none). Returns what is left to go of the last wish: 0, it happened. */
+typedef int (*fakeFailFn)(int n);
 /* Calls made without a context: 0 is right. */
 typedef int (*fakeMistakesFn)(void);
 

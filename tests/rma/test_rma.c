@@ -17,7 +17,7 @@
 #include <cmocka.h>
 
 #include "fake_gpu.h"
-#include "secret.h"
+#include "rma.h"
 #include "world.h"
 
 #define TCP "NCCL_EP_RMA_LOCAL=0", "NCCL_SOCKET_IFNAME=lo"
@@ -120,6 +120,19 @@ static void putsGpuStaged(void **state) {
 static void putsGpuPrivate(void **state) {
   (void)state;
   mustRun(&(worldSetup){.ranks = 2, .memory = GPU_PRIVATE}, putsBody);
+}
+
+static void putsIpv6(void **state) {
+  (void)state;
+  char text[256] = "";
+  FILE *file = fopen("/proc/net/if_inet6", "re");
+  bool has = file && fgets(text, sizeof(text), file) && strncmp(text, "00000000000000000000000000000001", 32) == 0;
+  if (file) fclose(file);
+  if (!has) {
+    print_message("SKIPPED: no IPv6 loopback\n");
+    skip();
+  }
+  mustRun(&(worldSetup){.ranks = 2, .env = {TCP, "NCCL_SOCKET_FAMILY=AF_INET6"}}, putsBody);
 }
 
 /* ---- signals come behind the puts before them, and add up --------------------------------------------------------------- */
@@ -300,6 +313,42 @@ static void depth(void **state) {
   (void)state;
   mustRun(&(worldSetup){.ranks = 2, .env = {TCP}}, depthBody);
   mustRun(&(worldSetup){.ranks = 2, .memory = GPU}, depthBody);
+}
+
+/* Contexts and windows that are put away under operations nobody asked about: all of them still arrive. */
+static int unaskedBody(rankOf *me) {
+  enum { PUTS = 24, BYTES = 1 << 20 };
+  void *request = NULL;
+  CHECK(openRank(me, 2, 2 * BYTES) == 0);
+  if (me->rank == 1) {
+    usleep(150000);
+    CHECK(waitSignal(me, 0, PUTS) == 0);
+    for (int i = 0; i < BYTES; i++) CHECK(me->data[BYTES + i] == 33);
+    return closeRank(me);
+  }
+  memset(me->data, 33, BYTES);
+  for (int i = 0; i < PUTS; i++)
+    CHECK(me->t->iputSignal(me->ctx, i % 2, 0, me->window, BYTES, BYTES, me->window, 1, 0, me->signal, 1,
+                            EP_RMA_SIGNAL_INC, true, &request) == EP_RMA_OK);
+  CHECK(me->t->deregMrSym(me->coll, me->window) == EP_RMA_OK);
+  memset(me->data, 99, 2 * BYTES); /* it is ours again */
+  for (int i = 0; i < 4; i++)
+    CHECK(me->t->iputSignal(me->ctx, i % 2, 0, NULL, 0, 0, NULL, 1, 8, me->signal, 1, EP_RMA_SIGNAL_INC, true,
+                            &request) == EP_RMA_OK);
+  CHECK(me->t->destroyContext(me->ctx) == EP_RMA_OK);
+  epRmaConfig14 config = {1, 0, 1};
+  CHECK(me->t->createContext(me->coll, &config, &me->ctx) == EP_RMA_OK);
+  CHECK(worldWarnings == 0);
+  worldBarrier(me);
+  CHECK(me->t->destroyContext(me->ctx) == EP_RMA_OK && me->t->closeColl(me->coll) == EP_RMA_OK);
+  me->ctx = NULL;
+  worldBarrier(me);
+  return 0;
+}
+static void unasked(void **state) {
+  (void)state;
+  mustRun(&(worldSetup){.ranks = 2, .env = {TCP}}, unaskedBody);
+  mustRun(&(worldSetup){.ranks = 2, .memory = GPU}, unaskedBody);
 }
 
 /* ---- coming and going -------------------------------------------------------------------------------------------------- */
@@ -488,6 +537,112 @@ static int absentBody(rankOf *me) {
 static void absent(void **state) {
   (void)state;
   mustRun(&(worldSetup){.ranks = 2, .timeoutMs = 500}, absentBody);
+}
+
+/* What a peer out of its mind may send: named in an error, never followed. */
+static const struct {
+  epRmaHeader header;
+  const char *words;
+} frames[] = {
+    {{0x12345678, 0, 0, 0, 0}, "unknown type 0x12345678"},
+    {{EP_RMA_FRAME_DATA, 0, 0, 0, 0}, "a frame of 0 bytes"},
+    {{EP_RMA_FRAME_DATA, 0, 0, EP_RMA_CHUNK + 1, 0}, "a frame of 524289 bytes"},
+    {{EP_RMA_FRAME_DATA, 0, 4095, 2, 0}, "writes 2 bytes at 4095 of window 0"},
+    {{EP_RMA_FRAME_DATA, 0, UINT64_MAX, 2, 0}, "of window 0"},
+    {{EP_RMA_FRAME_DATA, 2, 0, 2, 0}, "window 2, which is not registered"},
+    {{EP_RMA_FRAME_SIGNAL, 1, 8u * SIGNALS - 7, 0, 1}, "of window 1"},
+    {{EP_RMA_FRAME_SIGNAL, 1, 3, 0, 1}, "not aligned"},
+    {{EP_RMA_FRAME_SIGNAL, UINT32_MAX, 0, 0, 1}, "which is not registered"},
+    {{EP_RMA_FRAME_WINDOW, 7, 0, 64, 0}, "window 2 is expected"},
+    {{EP_RMA_FRAME_WINDOW, 1, 0, 64, 0}, "registers window 1 twice"},
+};
+static int frameNumber;
+
+static int framesBody(rankOf *me) {
+  CHECK(openRank(me, 1, 4096) == 0);
+  if (me->rank == 1) {
+    struct sockaddr_storage address;
+    int fd = 3, type;
+    for (; fd < 256; fd++) { /* a socket that is connected */
+      socklen_t bytes = sizeof(address), typeBytes = sizeof(type);
+      if (getpeername(fd, (struct sockaddr *)&address, &bytes) == 0 &&
+          getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &typeBytes) == 0)
+        break;
+    }
+    CHECK(fd < 256);
+    CHECK(send(fd, &frames[frameNumber].header, sizeof(epRmaHeader), MSG_NOSIGNAL) == sizeof(epRmaHeader));
+    while (!me->shared->flags[0]) usleep(1000);
+    _exit(0);
+  }
+  uint64_t start = nowMs();
+  epRmaResult rc = EP_RMA_OK;
+  while (!rc && nowMs() - start < 5000) rc = me->t->progress(me->ctx);
+  CHECK(rc == EP_RMA_REMOTE_ERROR && worldWarnings == 1);
+  CHECK(strstr(worldLastWarning, frames[frameNumber].words));
+  for (size_t i = 0; i < SIGNALS; i++) CHECK(me->signals[i] == 0);
+  for (size_t i = 0; i < 4096; i++) CHECK(me->data[i] == 0);
+  CHECK(me->t->destroyContext(me->ctx) == EP_RMA_OK && me->t->closeColl(me->coll) == EP_RMA_OK);
+  me->shared->flags[0] = 1;
+  return 0;
+}
+static void wildFrames(void **state) {
+  (void)state;
+  for (frameNumber = 0; frameNumber < (int)(sizeof(frames) / sizeof(frames[0])); frameNumber++)
+    mustRun(&(worldSetup){.ranks = 2, .env = {TCP, "NCCL_EP_RMA_SOCKETS=1"}}, framesBody);
+}
+
+/* Each call of CUDA's fails once: an error, and everything is given back. */
+static int cudaFailsBody(rankOf *me) {
+  enum { BYTES = 8192 };
+  fakeFailFn failCall = NULL;
+  fakeAliveFn alive = NULL;
+  const void *symbol = worldFake("fakeFail");
+  memcpy(&failCall, &symbol, sizeof(failCall));
+  symbol = worldFake("fakeAlive");
+  memcpy(&alive, &symbol, sizeof(alive));
+  char *data = memoryOf(me, BYTES, GPU);
+  uint64_t *signals = memoryOf(me, 4096, GPU_PRIVATE);
+  int failed = 0, n = 1;
+  for (;; n += n < 30 ? 1 : n < 1060 ? 97 : 1) { /* most are the making of events, one like the other */
+    void *window = NULL, *signal = NULL, *request = NULL;
+    CHECK(connectRank(me) == EP_RMA_OK);
+    epRmaConfig14 config = {1, 0, 1};
+    CHECK(me->t->createContext(me->coll, &config, &me->ctx) == EP_RMA_OK);
+    memset(data, 5, BYTES);
+    memset(signals, 0, 4096);
+    int warnings = worldWarnings;
+    failCall(n);
+    epRmaResult rc = me->t->regMrSym(me->coll, data, BYTES, EP_RMA_PTR_CUDA, 0, &window);
+    if (!rc) rc = me->t->regMrSym(me->coll, signals, 4096, EP_RMA_PTR_CUDA, 0, &signal);
+    data[0] = 6;
+    if (!rc)
+      rc = me->t->iputSignal(me->ctx, 0, 0, window, 100, 4096, window, 0, 8, signal, 2, EP_RMA_SIGNAL_ADD, true,
+                             &request);
+    for (int done = 0; !rc && !done;) {
+      rc = me->t->progress(me->ctx);
+      if (!rc) rc = me->t->test(me->coll, request, &done);
+    }
+    if (!rc) CHECK(data[4096] == 6 && signals[1] == 2);
+    epRmaResult last = me->t->destroyContext(me->ctx);
+    me->ctx = NULL;
+    if (signal && me->t->deregMrSym(me->coll, signal)) last = EP_RMA_CUDA_ERROR;
+    if (window && me->t->deregMrSym(me->coll, window)) last = EP_RMA_CUDA_ERROR;
+    CHECK(me->t->closeColl(me->coll) == EP_RMA_OK);
+    bool never = failCall(0) > 0;
+    CHECK(alive() == 0);
+    if (rc || last) CHECK(worldWarnings > warnings && (rc == EP_RMA_OK || rc == EP_RMA_CUDA_ERROR));
+    failed += rc || last;
+    if (never) break;
+    CHECK(n < 2000);
+  }
+  CHECK(failed > 30);
+  freeOf(data, BYTES, GPU);
+  freeOf(signals, 4096, GPU_PRIVATE);
+  return 0;
+}
+static void cudaFails(void **state) {
+  (void)state;
+  mustRun(&(worldSetup){.ranks = 1}, cudaFailsBody);
 }
 
 /* ---- secrets ----------------------------------------------------------------------------------------------------------- */
@@ -687,19 +842,16 @@ static void older(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(keyedHash),       cmocka_unit_test(putsAlone),
-      cmocka_unit_test(putsTcp),         cmocka_unit_test(putsLocal),
-      cmocka_unit_test(putsNamespaces),  cmocka_unit_test(putsThreads),
-      cmocka_unit_test(putsGpu),         cmocka_unit_test(putsGpuThreads),
-      cmocka_unit_test(putsGpuStaged),   cmocka_unit_test(putsGpuPrivate),
-      cmocka_unit_test(gpuUnreachable),  cmocka_unit_test(orderTcp),
-      cmocka_unit_test(orderNamespaces), cmocka_unit_test(orderGpu),
-      cmocka_unit_test(orderGpuStaged),  cmocka_unit_test(mixed),
-      cmocka_unit_test(depth),           cmocka_unit_test(again),
-      cmocka_unit_test(windows),         cmocka_unit_test(putToOneThatLeft),
-      cmocka_unit_test(death),           cmocka_unit_test(standstill),
-      cmocka_unit_test(absent),          cmocka_unit_test(wrongSecret),
-      cmocka_unit_test(strangers),       cmocka_unit_test(arguments),
+      cmocka_unit_test(keyedHash),      cmocka_unit_test(putsAlone),       cmocka_unit_test(putsTcp),
+      cmocka_unit_test(putsIpv6),       cmocka_unit_test(putsLocal),       cmocka_unit_test(putsNamespaces),
+      cmocka_unit_test(putsThreads),    cmocka_unit_test(putsGpu),         cmocka_unit_test(putsGpuThreads),
+      cmocka_unit_test(putsGpuStaged),  cmocka_unit_test(putsGpuPrivate),  cmocka_unit_test(gpuUnreachable),
+      cmocka_unit_test(orderTcp),       cmocka_unit_test(orderNamespaces), cmocka_unit_test(orderGpu),
+      cmocka_unit_test(orderGpuStaged), cmocka_unit_test(mixed),           cmocka_unit_test(depth),
+      cmocka_unit_test(unasked),        cmocka_unit_test(wildFrames),      cmocka_unit_test(cudaFails),
+      cmocka_unit_test(again),          cmocka_unit_test(windows),         cmocka_unit_test(putToOneThatLeft),
+      cmocka_unit_test(death),          cmocka_unit_test(standstill),      cmocka_unit_test(absent),
+      cmocka_unit_test(wrongSecret),    cmocka_unit_test(strangers),       cmocka_unit_test(arguments),
       cmocka_unit_test(older),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
