@@ -43,7 +43,7 @@ def buffer_size_of(comm, ranks, max_tokens, hidden, topk, use_fp8, hybrid, multi
     experts = MAX_EXPERTS // ranks * ranks
     scales = 4 * ((hidden + SCALE_GROUP - 1) // SCALE_GROUP) if use_fp8 else 0
     size = core.buffer_size(comm, experts, max_tokens, hidden, topk, 'float8_e4m3fn' if use_fp8 else 'bfloat16', scales,
-                            'bfloat16', hybrid, multiple_reductions)
+                            'bfloat16', hybrid, multiple_reductions).window_bytes
     return align(size, BUFFER_ALIGNMENT)
 
 
@@ -55,7 +55,7 @@ class ElasticBuffer:
       num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch: of the largest batch. num_topk 0: any.
       num_bytes: instead of these, a limit for the window in bytes.
       deterministic: always the case, whatever is said here.
-      allow_hybrid_mode: no effect within one scale-up domain, which is all there is yet.
+      allow_hybrid_mode: no effect within one scale-up domain; several need it.
       allow_multiple_reduction: False leaves out the rounding of a rank's sums; not supported yet when expanding.
       prefer_overlap_with_compute: use a third of the SMs instead of all.
       sl_idx, num_allocated_qps: no effect within one scale-up domain.
@@ -84,6 +84,10 @@ class ElasticBuffer:
         self._hidden, self._num_topk, self._fp8 = hidden, num_topk, use_fp8_dispatch
         self._timeout_ns = int(num_gpu_timeout_secs * 1e9)
         self._port = _port(group)
+        self._domains = core.domains(self._port.comm, self.num_ranks)
+        if self._domains > 1 and not allow_hybrid_mode:
+            raise _missing('allow_hybrid_mode=False across %d scale-up domains' % self._domains,
+                           'rows that cross the network once for each rank')
         self._limit = num_bytes
         self._groups = {}
         self._routings = weakref.WeakSet()
@@ -113,11 +117,11 @@ class ElasticBuffer:
 
     def get_physical_domain_size(self):
         """(RDMA ranks, NVLink ranks)."""
-        return 1, self.num_ranks
+        return self._domains, self.num_ranks // self._domains
 
     def get_logical_domain_size(self):
-        """(scale-out ranks, scale-up ranks): one domain, as others are refused when the group is made."""
-        return 1, self.num_ranks
+        """(scale-out ranks, scale-up ranks)."""
+        return self.get_physical_domain_size()
 
     def get_theoretical_num_sms(self, num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0,
                                 sm_read_gbs=200, sm_write_gbs=50):
@@ -160,7 +164,7 @@ class ElasticBuffer:
             row_bytes = max(row_bytes, _row_bytes(self._hidden, self._fp8) if self._hidden else 0)
             if self._limit is not None:
                 size = core.buffer_size(self._port.comm, num_experts, max_tokens, row_bytes, self._num_topk, 'uint8', 0,
-                                        'uint8', self.allow_hybrid_mode, True)
+                                        'uint8', self.allow_hybrid_mode, True).window_bytes
                 if size > self._limit:
                     raise ValueError('num_bytes is %d: %d tokens of %d bytes on %d ranks need %d'
                                      % (self._limit, max_tokens, row_bytes, self.num_ranks, size))
@@ -261,8 +265,8 @@ class ElasticBuffer:
         routing.handle.update(port.describe(topk_idx), port.describe(counters), op.stream)
         locals_ = num_experts // self.num_ranks
         bound = align(self.num_ranks * max_tokens * min(topk, locals_) + (alignment - 1) * locals_, alignment)
-        return EPHandle(port, routing, stored, do_expand, num_experts, alignment, max_tokens, num_sms, bound,
-                        captured=not port.may_query())
+        return EPHandle(port, routing, stored, do_expand, num_experts, alignment, max_tokens, num_sms,
+                        self.num_scaleup_ranks, bound, captured=not port.may_query())
 
     def _used(self, op, handle):
         """Notes the last use of a handle."""

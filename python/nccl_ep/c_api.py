@@ -68,12 +68,14 @@ BufferSizeConfig = struct(
     ('datatype', _i), ('scale_bytes', _u), ('allow_hybrid', _i), ('multiple_reductions', _i),
     ('combine_datatype', _i))
 BufferSize = struct('ncclEpBufferSize_t', ('window_bytes', _z), ('count_bytes', _z), ('metadata_bytes', _z),
-                    ('flag_bytes', _z), ('staging_bytes', _z), ('handle_bytes', _z), ('scratch_bytes', _z))
+                    ('flag_bytes', _z), ('staging_bytes', _z), ('handle_bytes', _z), ('scratch_bytes', _z),
+                    ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u))
 GroupProperties = struct(
     'ncclEpGroupProperties_t', ('ranks', _i), ('rank', _i), ('scale_up_ranks', _i), ('scale_up_rank', _i),
     ('scale_out_ranks', _i), ('scale_out_rank', _i), ('hybrid', _i), ('num_experts', _i), ('num_local_experts', _i),
     ('num_sms_update', _i), ('num_sms_dispatch', _i), ('num_sms_combine', _i), ('max_in_flight', _i),
-    ('window_bytes', _z), ('scratch_bytes', _z), ('timeout_ns', c.c_ulonglong), ('backend', c.c_char * 16))
+    ('window_bytes', _z), ('scratch_bytes', _z), ('timeout_ns', c.c_ulonglong), ('backend', c.c_char * 16),
+    ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u))
 DispatchExtConfig = struct('ncclEpDispatchExtConfig_t', ('scale_layout', _i), ('no_zero_pad', _i),
                            ('scale_column_stride', _z))
 HostCounts = struct('ncclEpHostCounts_t', ('total', _u), ('total_padded', _u), ('per_source', c.POINTER(_u)),

@@ -147,11 +147,18 @@ class Handle:
 
 def buffer_size(comm, num_experts, max_tokens, hidden, topk, datatype, scale_bytes, combine_datatype, hybrid,
                 multiple_reductions):
-    """Bytes of the window of such a group. Local."""
+    """An ncclEpBufferSize_t: what such a group takes. Local."""
     config = c_api.BufferSizeConfig(
         num_experts=num_experts, max_tokens=max_tokens, hidden=hidden, top_k=topk,
         datatype=c_api.TYPES[datatype][0], scale_bytes=scale_bytes, allow_hybrid=hybrid,
         multiple_reductions=multiple_reductions, combine_datatype=c_api.TYPES[combine_datatype][0])
     sizes = c_api.BufferSize()
     call('ncclEpCalculateBufferSize', comm, config, sizes)
-    return sizes.window_bytes
+    return sizes
+
+
+def domains(comm, ranks):
+    """Scale-up domains of a communicator, before there is a group. A rank has a queue pair for each
+    context and each of the other domains."""
+    sizes = buffer_size(comm, ranks, 1, 16, 1, 'uint8', 0, 'uint8', True, True)
+    return 1 + (sizes.queue_pairs // sizes.gin_contexts if sizes.gin_contexts else 0)

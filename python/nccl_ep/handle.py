@@ -25,7 +25,7 @@ class EPHandle:
     do_handle_copy was off), num_recv_tokens, num_expanded_tokens (upper bounds without do_cpu_sync) and
     num_recv_tokens_per_expert_list (aligned; empty without do_cpu_sync).
 
-    Read when first asked for, by a wait of the host for the routing (local): psum_num_recv_tokens_per_scaleup_rank [R],
+    Read when first asked for, by a wait of the host for the routing (local): psum_num_recv_tokens_per_scaleup_rank [U],
     psum_num_recv_tokens_per_expert [L], num_unaligned_recv_tokens_per_expert [L], recv_src_metadata [N, 2 + K] (source
     rank * num_max_tokens_per_rank + token; source rank * K + its last choice here; for each choice its row of the
     output, or -1) and dst_buffer_slot_idx [T, K] (the row at the expert's rank, or -1), all int32."""
@@ -34,7 +34,7 @@ class EPHandle:
     channel_linked_list = None
 
     def __init__(self, port, routing, topk_idx, do_expand, num_experts, expert_alignment, num_max_tokens_per_rank,
-                 num_sms, rows_bound, captured=False):
+                 num_sms, num_scaleup_ranks, rows_bound, captured=False):
         self._port, self._routing = port, routing
         self.topk_idx = topk_idx
         self.do_expand = do_expand
@@ -45,6 +45,7 @@ class EPHandle:
         self.num_recv_tokens = port.size * num_max_tokens_per_rank
         self.num_expanded_tokens = rows_bound
         self.num_recv_tokens_per_expert_list = []
+        self._scaleup = num_scaleup_ranks
         self._captured = captured  # a graph updates it at each replay: nothing that was read stays true
         self._counts = None
         self._zero_weights = None
@@ -82,9 +83,10 @@ class EPHandle:
         return sums
 
     def _psum_per_rank(self):
-        total, sums = 0, []
-        for n in self._know_counts().per_source:
-            total += n
+        """By index inside the domain, over all domains."""
+        total, sums, counts = 0, [], self._know_counts().per_source
+        for rank in range(self._scaleup):
+            total += sum(counts[rank::self._scaleup])
             sums.append(total)
         return sums
 

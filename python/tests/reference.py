@@ -71,17 +71,19 @@ def round_bfloat16(values):
     return emu.from_bfloat16(emu.to_bfloat16(values))
 
 
-def combine(batch, y, ranks, experts):
+def combine(batch, y, ranks, experts, domains=1):
     """Sums of one rank's tokens from y [T, K, H], the bfloat16 row that each choice's expert gave: by rank in ascending
-    k, rounded, then the ranks in the order of their highest k."""
-    locals_ = experts // ranks
+    k, rounded, then the ranks of a domain in the order of their highest k, rounded, then the domains in that order."""
+    locals_, up = experts // ranks, ranks // domains
     out = np.zeros((len(batch.idx), y.shape[2]), np.float32)
     for token, idx in enumerate(batch.idx):
-        sums = {}
-        for k in np.nonzero(idx >= 0)[0]:
-            owner = int(idx[k] // locals_)
-            total, _ = sums.get(owner, (np.zeros(y.shape[2], np.float32), 0))
-            sums[owner] = (total + y[token, k], k)
-        for total, _ in sorted(sums.values(), key=lambda s: s[1]):
-            out[token] += round_bfloat16(total)
+        parts = [(int(idx[k]), k, y[token, k]) for k in np.nonzero(idx >= 0)[0]]
+        for group in ((locals_, locals_ * up) if domains > 1 else (locals_,)):
+            sums = {}
+            for expert, k, row in parts:
+                total = sums.get(expert // group, (0, 0, np.zeros(y.shape[2], np.float32)))[2]
+                sums[expert // group] = (expert, k, total + row)
+            parts = [(expert, k, round_bfloat16(total)) for expert, k, total in sorted(sums.values(), key=lambda s: s[1])]
+        for _, _, row in parts:
+            out[token] += row
     return round_bfloat16(out)

@@ -27,10 +27,10 @@ def experts_of(flat, batches_, rank):
     return reference.round_bfloat16(x[:, None, :] * flat.weights[:, :, None])
 
 
-def expected_combine(batches_, rank):
+def expected_combine(batches_, rank, domains=1):
     b = batches_[rank]
     y = reference.round_bfloat16(b.x[:, None, :] * b.weights[:, :, None])
-    return reference.combine(b, y, len(batches_), EXPERTS)
+    return reference.combine(b, y, len(batches_), EXPERTS, domains)
 
 
 def reduced(flat, y):
@@ -49,7 +49,7 @@ class Case(unittest.TestCase):
 
 
 class Flat(Case):
-    def check(self, seed, ranks, cpu_sync=True, **how):
+    def check(self, seed, ranks, cpu_sync=True, domains=1, **how):
         data = batches(seed, ranks, **how)
 
         def body(rank):
@@ -68,7 +68,9 @@ class Flat(Case):
             padded = [reference.align(c, 4) for c in flat.per_expert]
             self.assertEqual(handle.num_recv_tokens_per_expert_list, padded if cpu_sync else [])
             self.equal(handle.psum_num_recv_tokens_per_expert.numpy(), np.cumsum(padded), 'sums by expert')
-            self.equal(handle.psum_num_recv_tokens_per_scaleup_rank.numpy(), np.cumsum(flat.per_source), 'by rank')
+            up = ranks // domains
+            by_rank = [sum(flat.per_source[u::up]) for u in range(up)]
+            self.equal(handle.psum_num_recv_tokens_per_scaleup_rank.numpy(), np.cumsum(by_rank), 'by rank')
             self.equal(handle.num_unaligned_recv_tokens_per_expert.numpy(), flat.per_expert, 'by expert')
             source = handle.recv_src_metadata.numpy()
             self.equal(source[:, 0], flat.source[:, 0] * ROOM + flat.source[:, 1], 'sources')
@@ -80,9 +82,9 @@ class Flat(Case):
             y[:n] = reduced(flat, experts_of(flat, data, me))
             combined, none, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle)
             self.assertIsNone(none)
-            self.equal(combined.float(), expected_combine(data, me), 'combine')
+            self.equal(combined.float(), expected_combine(data, me, domains), 'combine')
             again, weights_back, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, topk_weights=recv_weights)
-            self.equal(again.float(), expected_combine(data, me), 'combine with weights')
+            self.equal(again.float(), expected_combine(data, me, domains), 'combine with weights')
             self.equal(weights_back.numpy(), b.weights, 'weights back')
 
             # The routing once more, with other tokens: without weights, indices all the same.
@@ -92,7 +94,7 @@ class Flat(Case):
             self.equal(other.float()[:n], -flat.gather(data, 'x'), 'cached tokens')
             self.equal(other_idx.numpy()[:n], flat.idx, 'cached indices')
             buffer.destroy()
-        emu.run(body, ranks, seed=seed)
+        emu.run(body, ranks // domains, domains, seed=seed)
 
     def test_four_ranks(self):
         self.check(1, 4, minus_one=0.2)
@@ -109,9 +111,12 @@ class Flat(Case):
     def test_nothing_selected(self):
         self.check(5, 2, minus_one=1.0)
 
+    def test_two_domains(self):
+        self.check(6, 4, domains=2, minus_one=0.1)
+
 
 class Expanded(Case):
-    def check(self, seed, ranks, alignment, cpu_sync=True, **how):
+    def check(self, seed, ranks, alignment, cpu_sync=True, domains=1, **how):
         data = batches(seed, ranks, **how)
 
         def body(rank):
@@ -147,10 +152,10 @@ class Expanded(Case):
             y = np.zeros(recv.shape, np.float32)
             y[:m] = reference.round_bfloat16(x * w[:, None])
             combined, weights_back, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, topk_weights=recv_weights)
-            self.equal(combined.float(), expected_combine(data, me), 'combine')
+            self.equal(combined.float(), expected_combine(data, me, domains), 'combine')
             self.equal(weights_back.numpy(), b.weights, 'weights back')
             buffer.destroy()
-        emu.run(body, ranks, seed=seed)
+        emu.run(body, ranks // domains, domains, seed=seed)
 
     def test_four_ranks(self):
         self.check(11, 4, 4, minus_one=0.2)
@@ -163,6 +168,9 @@ class Expanded(Case):
 
     def test_rank_without_tokens(self):
         self.check(14, 2, 4, tokens=[4, 0])
+
+    def test_two_domains(self):
+        self.check(15, 4, 4, domains=2, minus_one=0.1)
 
 
 class Scales(Case):

@@ -1,7 +1,7 @@
 """What DeepEP's helper modules take from its compiled part."""
 import torch
 
-from nccl_ep import EventHandle, nccl
+from nccl_ep import EventHandle, core, nccl
 from nccl_ep.buffer import BUFFER_ALIGNMENT, buffer_size_of
 
 topk_idx_t = torch.int64
@@ -16,11 +16,13 @@ destroy_nccl_comm = nccl.destroy
 
 
 def get_physical_domain_size(comm):
-    return 1, nccl.count(comm)
+    ranks = nccl.count(comm)
+    domains = core.domains(comm, ranks)
+    return domains, ranks // domains
 
 
 def get_logical_domain_size(comm, allow_hybrid_mode):
-    return 1, nccl.count(comm)
+    return get_physical_domain_size(comm)
 
 
 def get_elastic_buffer_alignment():
