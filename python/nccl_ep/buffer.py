@@ -58,7 +58,7 @@ class ElasticBuffer:
       allow_hybrid_mode: no effect within one scale-up domain; several need it.
       allow_multiple_reduction: False leaves out the rounding of a rank's sums; not supported yet when expanding.
       prefer_overlap_with_compute: use a third of the SMs instead of all.
-      sl_idx, num_allocated_qps: no effect within one scale-up domain.
+      sl_idx, num_allocated_qps: taken, without effect.
       num_gpu_timeout_secs: for waits of kernels and for host waits; num_cpu_timeout_secs: taken, without effect.
       explicitly_destroy: destroy() must be called; else the buffer is destroyed with the object. Both are collective.
     Beyond those: num_experts makes the group's memory at once instead of at the first dispatch, which is collective."""
@@ -131,7 +131,7 @@ class ElasticBuffer:
         return min(all_sms, max(4, all_sms // 6 * 2)) if self.prefer_overlap_with_compute else all_sms
 
     def get_theoretical_num_qps(self, num_sms):
-        """Queue pairs: none are used within one scale-up domain."""
+        """Queue pairs, as DeepEP counts them; the library chooses its own number."""
         return min(num_sms * 16 + 1 if self.allow_hybrid_mode else min(num_sms, 9), self.num_allocated_qps)
 
     def get_comm_stream(self):

@@ -146,8 +146,8 @@ buffer._port = _Port
 buffer._comm = lambda group: group.comm
 
 
-def run(body, ranks=2, **options):
-    """emu.run, with CPU tensors for memory of the ranks."""
+def run(body, ranks=2, domains=1, **options):
+    """emu.run, with CPU tensors for memory of the ranks, `ranks` in all."""
     world = World(ranks)
 
     def on_cpu(rank):
@@ -158,4 +158,4 @@ def run(body, ranks=2, **options):
         except BaseException:
             world.barrier.abort()
             raise
-    return emu.run(on_cpu, ranks, **options)
+    return emu.run(on_cpu, ranks // domains, domains, **options)

@@ -90,7 +90,7 @@ class Example(unittest.TestCase):
 
 @unittest.skipUnless(os.environ.get('DEEPEP_SOURCE'), 'DEEPEP_SOURCE is not set')
 class DeepEp(unittest.TestCase):
-    def check(self, ranks=2, num_experts=8, num_topk=3, bias=(0,), **options):
+    def check(self, ranks=2, domains=1, num_experts=8, num_topk=3, bias=(0,), **options):
         """`bias`: numbers of biases among the cases."""
         sys.path.insert(0, os.path.join(PACKAGE, 'nccl_ep', 'compat'))
         import deep_ep
@@ -113,7 +113,7 @@ class DeepEp(unittest.TestCase):
                 explicitly_destroy=True)
             test.test_dispatch_combine(buffer, args)
             buffer.destroy()
-        cpu_torch.run(body, ranks)
+        cpu_torch.run(body, ranks, domains)
 
     def test_all_modes(self):
         self.check()
@@ -123,6 +123,9 @@ class DeepEp(unittest.TestCase):
 
     def test_four_ranks(self):
         self.check(ranks=4, num_experts=16, num_topk=6, masked_ratio=0.2, test_first_only=True)
+
+    def test_two_domains(self):
+        self.check(ranks=4, domains=2, num_experts=16, num_topk=6, masked_ratio=0.2, test_first_only=True)
 
     def test_deterministic(self):
         self.check(deterministic=True, unbalanced_ratio=2.0, num_sms=6, test_first_only=True)
