@@ -11,6 +11,7 @@
 
 enum { SUCCESS = 0, NOT_READY = 600 };
 enum { POINTER_DEVICE_ORDINAL = 9, STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, CAPTURE_RELAXED = 2 };
+enum { CAN_USE_64_BIT_STREAM_MEM_OPS = 122 };
 enum { LOCATION_DEVICE = 1, HANDLE_POSIX_FD = 1, ACCESS_READ_WRITE = 3 };
 
 /* CUmemAllocationProp and CUmemAccessDesc. */
@@ -33,6 +34,7 @@ typedef struct {
   X(init, cuInit, (unsigned))                                                                     \
   X(errorName, cuGetErrorName, (int, const char **))                                              \
   X(deviceGet, cuDeviceGet, (int *, int))                                                         \
+  X(deviceAttribute, cuDeviceGetAttribute, (int *, int, int))                                     \
   X(retain, cuDevicePrimaryCtxRetain, (void **, int))                                             \
   X(release, cuDevicePrimaryCtxRelease_v2, (int))                                                 \
   X(push, cuCtxPushCurrent_v2, (void *))                                                          \
@@ -112,7 +114,7 @@ static epRmaResult bindOnce(void) {
   return rc;
 }
 
-static epRmaResult makeStreams(epRmaGpu *gpu) {
+static epRmaResult makeStreams(epRmaGpu *gpu, const void *memory) {
   int error = cu.streamCreate(&gpu->in, STREAM_NON_BLOCKING);
   for (int i = 0; error == SUCCESS && i < EP_RMA_OUT_STREAMS; i++)
     error = cu.streamCreate(&gpu->out[i], STREAM_NON_BLOCKING);
@@ -124,11 +126,17 @@ static epRmaResult makeStreams(epRmaGpu *gpu) {
     rc = epRmaGpuEvent(&gpu->events[gpu->eventCount]);
     if (!rc) gpu->eventCount++;
   }
+  /* The driver allocates what a stream needs at its first copy: let that be now, too. */
+  for (int i = 0; !rc && i <= EP_RMA_OUT_STREAMS; i++) {
+    void *stream = i < EP_RMA_OUT_STREAMS ? gpu->out[i] : gpu->in;
+    rc = epRmaGpuCopy(gpu->word, memory, 1, stream, NULL);
+    if (!rc) rc = epRmaGpuSync(stream);
+  }
   return rc;
 }
 
 epRmaResult epRmaGpuOpen(epRmaGpu *gpu, void *memory) {
-  int ordinal = -1, device = 0;
+  int ordinal = -1, device = 0, canWrite = 0;
   epRmaResult rc = bindOnce();
   if (rc) return rc;
   int error = cu.pointerAttribute(&ordinal, POINTER_DEVICE_ORDINAL, (epRmaCuPtr)memory);
@@ -139,13 +147,18 @@ epRmaResult epRmaGpuOpen(epRmaGpu *gpu, void *memory) {
     return EP_RMA_INVALID_USAGE;
   }
   error = cu.deviceGet(&device, ordinal);
+  if (error == SUCCESS) error = cu.deviceAttribute(&canWrite, CAN_USE_64_BIT_STREAM_MEM_OPS, device);
+  if (error == SUCCESS && !canWrite) {
+    EP_RMA_WARN("GPU %d cannot write words from a stream (cuStreamWriteValue64): signals would not arrive", ordinal);
+    return EP_RMA_INVALID_USAGE;
+  }
   if (error == SUCCESS) error = cu.retain(&gpu->context, device);
   if (error != SUCCESS) return failed("the GPU cannot be used: cuDevicePrimaryCtxRetain", error);
   gpu->device = ordinal;
   gpu->ready = true;
   rc = epRmaGpuEnter(gpu);
   if (!rc) {
-    rc = makeStreams(gpu);
+    rc = makeStreams(gpu, memory);
     epRmaGpuLeave(gpu);
   }
   if (rc) epRmaGpuClose(gpu);

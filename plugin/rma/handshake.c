@@ -92,17 +92,17 @@ static void drop(meeting *all, unsigned at) {
 static void settle(meeting *all, unsigned at) {
   candidate *from = &all->candidates[at];
   epRmaPeer *peer = all->coll->peers[from->rank];
-  int one = 1, idle = 5, interval = 2, probes = 5, timeout = all->coll->settings.timeoutMs;
-  if (!peer->local) {
-    /* A peer's host that falls silent is found out by probes, one that takes no bytes by the timeout. */
-    if (setsockopt(from->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one)) != 0 ||
-        setsockopt(from->fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof(one)) != 0 ||
-        setsockopt(from->fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof(idle)) != 0 ||
-        setsockopt(from->fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof(interval)) != 0 ||
-        setsockopt(from->fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof(probes)) != 0 ||
-        setsockopt(from->fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout, sizeof(timeout)) != 0)
-      EP_RMA_INFO("options of the socket with rank %u: %s", from->rank, strerror(errno));
-  }
+  int one = 1, idle = 2, interval = 1, timeout = all->coll->settings.timeoutMs, room = 4 << 20;
+  bool set;
+  if (peer->local) /* UNIX sockets do not grow their buffers by themselves */
+    set = setsockopt(from->fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof(room)) == 0;
+  else /* a peer's host that falls silent is found out by probes, whether data waits or not */
+    set = setsockopt(from->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one)) == 0 &&
+          setsockopt(from->fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof(one)) == 0 &&
+          setsockopt(from->fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof(idle)) == 0 &&
+          setsockopt(from->fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof(interval)) == 0 &&
+          setsockopt(from->fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout, sizeof(timeout)) == 0;
+  if (!set) EP_RMA_INFO("options of the socket with rank %u: %s", from->rank, strerror(errno));
   peer->sockets[from->socket].fd = from->fd;
   all->missing--;
   all->candidates[at] = all->candidates[--all->count];

@@ -255,6 +255,10 @@ CALL(cuDeviceGet, int *device, int ordinal) {
   *device = ordinal;
   return OK;
 }
+CALL(cuDeviceGetAttribute, int *value, int attribute, int device) {
+  *value = attribute == 122 && device == 0;
+  return OK;
+}
 CALL(cuDevicePrimaryCtxRetain, void **context, int device) {
   MAY_FAIL();
   *context = (void *)(ptr)(0x1000 + device);

@@ -520,6 +520,31 @@ static void standstill(void **state) {
   mustRun(&(worldSetup){.ranks = 2, .env = {TCP}, .timeoutMs = 500}, stillBody);
 }
 
+/* The cable between the hosts is cut: both ranks find out, one with data to send, one that only waits. */
+static int cutBody(rankOf *me) {
+  void *request = NULL;
+  CHECK(openRank(me, 1, 4096) == 0);
+  if (me->rank == 0) {
+    CHECK(system("ip link set ep0 down") == 0);
+    CHECK(me->t->iput(me->ctx, 0, 0, me->window, 2048, 2048, me->window, 1, &request) == EP_RMA_OK);
+  }
+  uint64_t start = nowMs();
+  epRmaResult rc = EP_RMA_OK;
+  while (!rc && nowMs() - start < 20000) {
+    rc = me->t->progress(me->ctx);
+    usleep(1000);
+  }
+  CHECK(rc == EP_RMA_REMOTE_ERROR && nowMs() - start < 8000);
+  CHECK(worldWarnings == 1 &&
+        strstr(worldLastWarning, me->rank == 0 ? "rank 1 (10.91.7.2 port" : "rank 0 (10.91.7.1 port"));
+  CHECK(me->t->destroyContext(me->ctx) == EP_RMA_OK && me->t->closeColl(me->coll) == EP_RMA_OK);
+  return 0;
+}
+static void cut(void **state) {
+  (void)state;
+  mustRun(&(worldSetup){.ranks = 2, .namespaces = 2, .env = {"NCCL_SOCKET_IFNAME=ep"}, .timeoutMs = 1000}, cutBody);
+}
+
 /* A rank that never registers. */
 static int absentBody(rankOf *me) {
   void *window = NULL;
@@ -850,9 +875,9 @@ int main(void) {
       cmocka_unit_test(orderGpuStaged), cmocka_unit_test(mixed),           cmocka_unit_test(depth),
       cmocka_unit_test(unasked),        cmocka_unit_test(wildFrames),      cmocka_unit_test(cudaFails),
       cmocka_unit_test(again),          cmocka_unit_test(windows),         cmocka_unit_test(putToOneThatLeft),
-      cmocka_unit_test(death),          cmocka_unit_test(standstill),      cmocka_unit_test(absent),
-      cmocka_unit_test(wrongSecret),    cmocka_unit_test(strangers),       cmocka_unit_test(arguments),
-      cmocka_unit_test(older),
+      cmocka_unit_test(death),          cmocka_unit_test(standstill),      cmocka_unit_test(cut),
+      cmocka_unit_test(absent),         cmocka_unit_test(wrongSecret),     cmocka_unit_test(strangers),
+      cmocka_unit_test(arguments),      cmocka_unit_test(older),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
