@@ -21,142 +21,9 @@
 #include "cuda_nccl.h"
 #include "fail.h"
 #include "fake/fake.h"
+#include "fake/fake_nccl.h"
 #include "jit_ext.h"
 #include "runtime.h"
-
-/* ---- NCCL, as far as the backend knows it. The program exports these names, and the backend finds them loaded.
- * ---------- */
-
-enum { RANKS = 2, WINDOW_BYTES = 1 << 20 };
-
-typedef struct world {
-  pthread_barrier_t barrier;
-  char slots[RANKS][256];
-  char *flat; /* each rank's windows 4 GiB apart */
-  size_t used;
-} world;
-
-struct ncclComm {
-  int rank, ranks;
-  world *world;
-};
-
-/* What the library reads of it on 2.28 */
-struct ncclWindow_vidmem {
-  void *winHost;
-  char *lsaFlatBase;
-  int lsaRank, worldRank;
-  uint32_t stride4G;
-  void *user;
-};
-
-static world theWorld;
-static int memFd[RANKS] = {-1, -1};
-static _Thread_local struct ncclComm *mine; /* of this thread: NCCL's memory calls name no communicator */
-static int failMemAlloc = -1, noSymmetric, wrongAddress;
-static atomic_int ncclLive;
-
-#define API(type, name, ...)                                     \
-  __attribute__((visibility("default"))) type name(__VA_ARGS__); \
-  type name(__VA_ARGS__)
-
-API(ncclResult_t, ncclGetVersion, int *version) {
-#ifdef EP_FAKE_NCCL_229
-  *version = 22901;
-#else
-  *version = 22809;
-#endif
-  return ncclSuccess;
-}
-API(const char *, ncclGetErrorString, ncclResult_t result) { return result ? "fake error" : "fine"; }
-API(const char *, ncclGetLastError, ncclComm_t comm) { return comm ? "as the test wished" : ""; }
-API(ncclResult_t, ncclCommGetAsyncError, ncclComm_t comm, ncclResult_t *error) {
-  (void)comm;
-  *error = ncclSuccess;
-  return ncclSuccess;
-}
-/* A non-blocking communicator's answer, once a call. */
-API(ncclResult_t, ncclCommCount, const ncclComm_t comm, int *count) {
-  *count = comm->ranks;
-  return ncclInProgress;
-}
-API(ncclResult_t, ncclCommCuDevice, const ncclComm_t comm, int *device) {
-  *device = comm->rank;
-  return ncclSuccess;
-}
-API(ncclResult_t, ncclCommUserRank, const ncclComm_t comm, int *rank) {
-  *rank = comm->rank;
-  return ncclSuccess;
-}
-API(epNcclTeam, ncclTeamLsa, ncclComm_t comm) { return (epNcclTeam){comm->ranks, comm->rank, 1}; }
-API(ncclResult_t, ncclAllGather, const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
-    cudaStream_t stream) {
-  world *w = comm->world;
-  (void)type, (void)stream;
-  if (count > sizeof(w->slots[0])) return ncclInvalidArgument;
-  memcpy(w->slots[comm->rank], send, count);
-  if (comm->ranks > 1) pthread_barrier_wait(&w->barrier);
-  for (int r = 0; r < comm->ranks; r++) memcpy((char *)receive + (size_t)r * count, w->slots[r], count);
-  if (comm->ranks > 1) pthread_barrier_wait(&w->barrier);
-  return ncclSuccess;
-}
-API(ncclResult_t, ncclMemAlloc, void **ptr, size_t bytes) {
-  if (mine->rank == failMemAlloc) return ncclUnhandledCudaError;
-  memFd[mine->rank] = memfd_create("window", 0);
-  if (memFd[mine->rank] < 0 || ftruncate(memFd[mine->rank], WINDOW_BYTES) != 0 || bytes > WINDOW_BYTES)
-    return ncclSystemError;
-  void *p = mmap(NULL, WINDOW_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, memFd[mine->rank], 0);
-  if (p == MAP_FAILED) return ncclSystemError;
-  memset(p, 0xAB, WINDOW_BYTES);
-  *ptr = p;
-  ncclLive++;
-  return ncclSuccess;
-}
-API(ncclResult_t, ncclMemFree, void *ptr) {
-  munmap(ptr, WINDOW_BYTES);
-  close(memFd[mine->rank]);
-  ncclLive--;
-  return ncclSuccess;
-}
-API(ncclResult_t, ncclCommWindowRegister, ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *window,
-    int flags) {
-  *window = NULL;
-  if (flags != 1 || bytes > WINDOW_BYTES) return ncclInvalidArgument;
-  pthread_barrier_wait(&comm->world->barrier);
-  if (noSymmetric) return ncclSuccess;
-  char *at = comm->world->flat + ((size_t)comm->rank << 32);
-  if (mmap(at, WINDOW_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memFd[comm->rank], 0) != at)
-    return ncclSystemError;
-  struct ncclWindow_vidmem *w = calloc(1, sizeof(*w));
-  if (!w) return ncclSystemError;
-  *w = (struct ncclWindow_vidmem){w, comm->world->flat, comm->rank, comm->rank, 1, buffer};
-  if (wrongAddress == 1) w->lsaFlatBase += 4096;
-  if (wrongAddress == 2 && comm->rank == 1) {
-    w->lsaFlatBase = at;
-    w->stride4G = 0;
-  }
-  *window = w;
-  ncclLive++;
-  pthread_barrier_wait(&comm->world->barrier);
-  return ncclSuccess;
-}
-API(ncclResult_t, ncclCommWindowDeregister, ncclComm_t comm, ncclWindow_t window) {
-  (void)comm;
-  free(window);
-  ncclLive--;
-  return ncclSuccess;
-}
-#ifdef EP_FAKE_NCCL_229
-API(ncclResult_t, ncclGetLsaDevicePointer, ncclWindow_t window, size_t offset, int rank, void **out) {
-  *out = window->lsaFlatBase + ((size_t)window->stride4G << 32) * (size_t)rank + offset;
-  return ncclSuccess;
-}
-API(ncclResult_t, ncclWinGetUserPtr, ncclComm_t comm, ncclWindow_t window, void **out) {
-  (void)comm;
-  *out = window->user;
-  return ncclSuccess;
-}
-#endif
 
 /* ---- the driver's answers
  * ------------------------------------------------------------------------------------------------ */
@@ -272,6 +139,7 @@ static int everywhere(void *(*what)(void *)) {
   void *result;
   int bad = 0;
   pthread_barrier_init(&theWorld.barrier, NULL, RANKS);
+  memset(theWorld.used, 0, sizeof(theWorld.used));
   for (int r = 0; r < RANKS; r++) {
     comms[r] = (struct ncclComm){r, RANKS, &theWorld};
     if (pthread_create(&threads[r], NULL, what, &comms[r]) != 0) return -1;
@@ -579,8 +447,7 @@ int main(void) {
     haveCompiler = epJitCompilerVersion(jit) != 0;
     epJitClose(jit);
   }
-  theWorld.flat = mmap(NULL, (size_t)RANKS << 32, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (theWorld.flat == MAP_FAILED) {
+  if (!fakeNcclStart()) {
     printf("skipped: no address space\n");
     return 77;
   }

@@ -9,11 +9,17 @@
 #include "fake.h"
 
 typedef uintptr_t ptr;
-enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, DEVICES = 2 };
+enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, CAPTURE_UNSUPPORTED = 900, DEVICES = 2, RELAXED = 2 };
+
+/* Launches on a captured stream become a graph's nodes instead of running. */
+typedef struct fakeStream {
+  int capturing;
+  int nodes;
+} fakeStream;
 
 static atomic_int live, failIn, launches;
 static atomic_uint lastWord;
-static _Thread_local int depth, captureMode;
+static _Thread_local int depth, captureMode, capturing;
 enum { DEPTH = 16 };
 static _Thread_local void *stack[DEPTH];
 static _Thread_local unsigned calls;
@@ -49,6 +55,11 @@ static int fails(void) {
   do {                          \
     ENTER();                    \
     if (depth == 0) return 201; \
+  } while (0)
+/* What a thread that captures may not do, unless it says that it knows better. */
+#define NOT_CAPTURING()                                                  \
+  do {                                                                   \
+    if (capturing && captureMode != RELAXED) return CAPTURE_UNSUPPORTED; \
   } while (0)
 #define CALL(name, ...)  \
   int name(__VA_ARGS__); \
@@ -132,19 +143,53 @@ CALL(cuCtxPopCurrent_v2, void **context) {
 }
 CALL(cuCtxSynchronize, void) {
   NEED_CONTEXT();
+  NOT_CAPTURING();
   return OK;
+}
+/* Which device has what; what no allocation tells is the first one's. */
+enum { ALLOCATIONS = 1024 };
+static struct {
+  ptr at;
+  size_t bytes;
+  int device;
+} allocations[ALLOCATIONS];
+static pthread_mutex_t allocationsLock = PTHREAD_MUTEX_INITIALIZER;
+
+/* bytes 0: forgets. */
+static void remember(ptr at, size_t bytes) {
+  pthread_mutex_lock(&allocationsLock);
+  for (int i = 0; i < ALLOCATIONS; i++)
+    if (allocations[i].at == (bytes ? 0 : at)) {
+      allocations[i].at = bytes ? at : 0;
+      allocations[i].bytes = bytes;
+      allocations[i].device = (int)((uintptr_t)stack[depth - 1] - 0x1000);
+      break;
+    }
+  pthread_mutex_unlock(&allocationsLock);
+}
+static int deviceOf(ptr p) {
+  int device = 0;
+  pthread_mutex_lock(&allocationsLock);
+  for (int i = 0; i < ALLOCATIONS; i++)
+    if (allocations[i].at && p >= allocations[i].at && p - allocations[i].at < allocations[i].bytes)
+      device = allocations[i].device;
+  pthread_mutex_unlock(&allocationsLock);
+  return device;
 }
 CALL(cuMemAlloc_v2, ptr *dev, size_t bytes) {
   NEED_CONTEXT();
+  NOT_CAPTURING();
   void *p = malloc(bytes);
   if (!p || !bytes) return OUT_OF_MEMORY;
   memset(p, 0xAB, bytes);
   *dev = (ptr)p;
+  remember(*dev, bytes);
   live++;
   return OK;
 }
 CALL(cuMemFree_v2, ptr dev) {
   if (depth == 0) return 201;
+  remember(dev, 0);
   free((void *)dev);
   live--;
   return OK;
@@ -186,16 +231,22 @@ CALL(cuPointerGetAttribute, void *value, int attribute, ptr p) {
   *(int *)value = attribute == 2 ? 2 : 0;
   return OK;
 }
-/* Device memory of the first device; host memory; memory of nobody. */
+/* 0x77 stands for a stream that is captured, 0x78 for one that cannot be asked. */
+static int isCaptured(const void *stream) {
+  if (stream == (void *)0x77) return 1;
+  return stream && stream != (void *)0x78 && ((const fakeStream *)stream)->capturing;
+}
+/* Host memory; memory of nobody; device memory. */
 CALL(cuPointerGetAttributes, unsigned count, int *attributes, void **values, ptr p) {
   ENTER();
-  for (unsigned i = 0; i < count; i++) *(int *)values[i] = attributes[i] == 2 ? (p == 0x30 ? 1 : p == 0x40 ? 0 : 2) : 0;
+  for (unsigned i = 0; i < count; i++)
+    *(int *)values[i] = attributes[i] == 9 ? deviceOf(p) : attributes[i] != 2 ? 0 : p == 0x30 ? 1 : p == 0x40 ? 0 : 2;
   return OK;
 }
 CALL(cuStreamCreate, void **stream, unsigned flags) {
   NEED_CONTEXT();
   (void)flags;
-  *stream = malloc(1);
+  *stream = calloc(1, sizeof(fakeStream));
   live++;
   return *stream ? OK : OUT_OF_MEMORY;
 }
@@ -206,18 +257,20 @@ CALL(cuStreamDestroy_v2, void *stream) {
   return OK;
 }
 CALL(cuStreamQuery, void *stream) {
-  (void)stream;
   NEED_CONTEXT();
+  NOT_CAPTURING();
+  if (isCaptured(stream)) return CAPTURE_UNSUPPORTED;
   return hangs ? 600 : OK;
 }
 CALL(cuStreamSynchronize, void *stream) {
-  (void)stream;
   NEED_CONTEXT();
+  NOT_CAPTURING();
+  if (isCaptured(stream)) return CAPTURE_UNSUPPORTED;
   return OK;
 }
 CALL(cuStreamIsCapturing, void *stream, int *status) {
   NEED_CONTEXT();
-  *status = stream == (void *)0x77;
+  *status = isCaptured(stream);
   return stream == (void *)0x78 ? 906 : OK;
 }
 CALL(cuThreadExchangeStreamCaptureMode, int *mode) {
@@ -229,7 +282,8 @@ CALL(cuThreadExchangeStreamCaptureMode, int *mode) {
 }
 CALL(cuModuleLoadData, void **module, const void *image) {
   NEED_CONTEXT();
-  if (memcmp(image, "\177ELF", 4) != 0) return 200;
+  NOT_CAPTURING();
+  if (memcmp(image, "\177ELF", 4) != 0 && memcmp(image, ".version", 8) != 0) return 200;
   *module = malloc(1);
   live++;
   return *module ? OK : OUT_OF_MEMORY;
@@ -243,7 +297,7 @@ CALL(cuModuleUnload, void *module) {
 CALL(cuModuleGetFunction, void **function, void *module, const char *name) {
   NEED_CONTEXT();
   *function = module;
-  return strncmp(name, "ep_", 3) == 0 ? OK : 500;
+  return strncmp(name, "ep_", 3) == 0 || strcmp(name, "copy16") == 0 ? OK : 500;
 }
 CALL(cuFuncSetAttribute, void *function, int attribute, int value) {
   (void)function;
@@ -258,9 +312,123 @@ CALL(cuFuncLoad, void *function) {
 CALL(cuLaunchKernel, void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
      unsigned smem, void *stream, void **params, void **extra) {
   NEED_CONTEXT();
-  (void)stream, (void)smem;
+  (void)smem;
   if (!function || !gx || gy != 1 || gz != 1 || !bx || by != 1 || bz != 1 || extra || !params[0]) return INVALID;
+  if (isCaptured(stream)) {
+    ((fakeStream *)stream)->nodes++;
+    return OK;
+  }
   lastWord = *(const unsigned *)params[0];
   launches++;
   return OK;
 }
+
+/* ---- What the tools call besides ----------------------------------------------------------------------------------- */
+
+CALL(cuCtxSetCurrent, void *context) {
+  if (!depth) depth = 1;
+  stack[depth - 1] = context;
+  return OK;
+}
+CALL(cuCtxEnablePeerAccess, void *peer, unsigned flags) {
+  NEED_CONTEXT();
+  return peer && peer != stack[depth - 1] && !flags ? OK : INVALID;
+}
+CALL(cuDeviceGetPCIBusId, char *id, int bytes, int device) {
+  strncpy(id, device ? "0000:02:00.0" : "0000:01:00.0", (size_t)bytes);
+  return OK;
+}
+CALL(cuMemcpyAsync, ptr to, ptr from, size_t bytes, void *stream) {
+  (void)stream;
+  NEED_CONTEXT();
+  memcpy((void *)to, (const void *)from, bytes);
+  return OK;
+}
+CALL(cuMemHostRegister_v2, void *pointer, size_t bytes, unsigned flags) {
+  NEED_CONTEXT();
+  (void)flags;
+  return pointer && bytes ? OK : INVALID;
+}
+CALL(cuMemHostUnregister, void *pointer) { return pointer ? OK : INVALID; }
+/* One process: handles to other processes' memory are not asked for. */
+CALL(cuIpcGetMemHandle, void *handle, ptr pointer) {
+  (void)handle, (void)pointer;
+  return INVALID;
+}
+typedef struct fakeIpcHandle {
+  char bytes[64];
+} fakeIpcHandle;
+CALL(cuIpcOpenMemHandle_v2, ptr *pointer, fakeIpcHandle handle, unsigned flags) {
+  (void)pointer, (void)handle, (void)flags;
+  return INVALID;
+}
+CALL(cuIpcCloseMemHandle, ptr pointer) {
+  (void)pointer;
+  return INVALID;
+}
+/* Work is done when it is queued, so that nothing can be held. */
+CALL(cuStreamWaitValue32_v2, void *stream, ptr word, unsigned value, unsigned flags) {
+  NEED_CONTEXT();
+  (void)value, (void)flags;
+  return word && !isCaptured(stream) ? OK : INVALID;
+}
+CALL(cuEventCreate, void **event, unsigned flags) {
+  NEED_CONTEXT();
+  (void)flags;
+  *event = malloc(1);
+  live++;
+  return *event ? OK : OUT_OF_MEMORY;
+}
+CALL(cuEventDestroy_v2, void *event) {
+  free(event);
+  live--;
+  return OK;
+}
+CALL(cuEventRecord, void *event, void *stream) {
+  NEED_CONTEXT();
+  return event && !isCaptured(stream) ? OK : INVALID;
+}
+CALL(cuEventElapsedTime, float *milliseconds, void *start, void *end) {
+  NEED_CONTEXT();
+  *milliseconds = 0.01f;
+  return start && end && start != end ? OK : INVALID;
+}
+CALL(cuStreamBeginCapture_v2, void *stream, int mode) {
+  NEED_CONTEXT();
+  if (!stream || isCaptured(stream) || mode != 1) return INVALID;
+  *(fakeStream *)stream = (fakeStream){1, 0};
+  capturing++;
+  return OK;
+}
+/* A graph is its number of launches. */
+CALL(cuStreamEndCapture, void *stream, void **graph) {
+  NEED_CONTEXT();
+  if (!isCaptured(stream)) return INVALID;
+  ((fakeStream *)stream)->capturing = 0;
+  capturing--;
+  *graph = malloc(sizeof(int));
+  if (!*graph) return OUT_OF_MEMORY;
+  *(int *)*graph = ((fakeStream *)stream)->nodes;
+  live++;
+  return OK;
+}
+CALL(cuGraphInstantiateWithFlags, void **exec, void *graph, unsigned long long flags) {
+  NEED_CONTEXT();
+  *exec = malloc(sizeof(int));
+  if (!*exec || flags) return INVALID;
+  *(int *)*exec = *(int *)graph;
+  live++;
+  return OK;
+}
+CALL(cuGraphLaunch, void *exec, void *stream) {
+  NEED_CONTEXT();
+  if (!exec || isCaptured(stream)) return INVALID;
+  launches += *(int *)exec;
+  return OK;
+}
+CALL(cuGraphDestroy, void *graph) {
+  free(graph);
+  live--;
+  return OK;
+}
+CALL(cuGraphExecDestroy, void *exec) { return cuGraphDestroy(exec); }

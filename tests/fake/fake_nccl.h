@@ -1,0 +1,31 @@
+/* An NCCL for two ranks of one process, as far as the library and the tools know NCCL: what tests see and spoil of it. */
+#ifndef EP_TESTS_FAKE_NCCL_H_
+#define EP_TESTS_FAKE_NCCL_H_
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+
+enum { RANKS = 2, WINDOW_BYTES = 1 << 20 };
+
+typedef struct world {
+  pthread_barrier_t barrier;
+  char slots[RANKS][256];
+  char *flat; /* each rank's windows 4 GiB apart */
+  size_t used[RANKS];
+} world;
+
+struct ncclComm {
+  int rank, ranks;
+  world *world;
+};
+
+extern world theWorld;
+extern _Thread_local struct ncclComm *mine; /* of this thread: NCCL's memory calls name no communicator */
+extern int failMemAlloc, noSymmetric, wrongAddress;
+extern atomic_int ncclLive; /* memory and windows */
+
+/* Address space for the windows; 0: there is none. */
+int fakeNcclStart(void);
+
+#endif
