@@ -42,7 +42,8 @@ DEV void ep_report_index(const epGroupArgs &g, uint32_t token, uint32_t k, int64
  * rarely. */
 DEV bool ep_give_up(const epGroupArgs &g, uint64_t start, uint32_t round, uint32_t phase, uint32_t peer, uint32_t expected,
                     uint32_t seen) {
-  p::nanosleep(32);
+  if (round >= 16) /* most waits are for what is on its way */
+    p::nanosleep(32);
   if ((round & 15) != 15)
     return false;
   if (p::ld_relaxed_sys(&ep_state(g)->aborted))

@@ -1,53 +1,101 @@
-/* What the low-latency dispatch and combine share: the generation of an operation, units and strips (ll_layout.h), and the
+/* What the low-latency dispatch and combine share: the start of an operation, units and strips (ll_layout.h), and the
  * greeting that makes two halves of every section enough.
  *
  * Why no credit is needed: operation g writes the half that operation g - 2 used. A rank ends operation g - 1 only after
  * every peer's greeting of g - 1, which the peer sends when it begins g - 1, so after it has finished g - 2. The greeting
- * travels while rows do; nothing on the way to them waits for it.
+ * travels while rows do; nothing on the way to them waits for it. For the same reason a rank may clear units of the other half
+ * before it greets.
  *
  * Blocks that send have the lowest indices and wait for nothing but what peers' first blocks send at once, so any number of
- * resident blocks is enough. The generation moves at the start of the operation, as soon as all its blocks have read it. */
+ * resident blocks is enough. The generation moves when all blocks have read it.
+ *
+ * A trip to memory takes 0.6 to 0.8 us, as long as 250 KB on the link, so a block asks for all that it can name before it waits
+ * for any of it: see ep_ll_begin. */
 #ifndef EP_DEVICE_LL_H_
 #define EP_DEVICE_LL_H_
 
 #include "ll_layout.h"
 #include "rows.h"
 
+DEV uint4 ep_ll_unit(uint32_t gen, uint32_t a, uint32_t b, uint32_t c) {
+  uint4 u;
+  u.x = gen;
+  u.y = a;
+  u.z = b;
+  u.w = c;
+  return u;
+}
+
 /* What a block knows of its operation. `ticket`: blocks that had read the generation before this one (thread 0). */
 struct epLlOp {
   uint32_t gen, ticket;
-  uint32_t tokens; /* of this rank */
 };
 
-/* Shared memory: words, window addresses, rows by source. */
-DEV uint32_t ep_ll_word(uint32_t i) { return p::smem_base() + EP_VERDICT_BYTES + 4 * i; }
-DEV uint32_t ep_ll_window_at(uint32_t rank) { return ep_ll_word(EP_LL_BEGIN_WORDS) + 8 * rank; }
+/* Shared memory: the generation, window addresses, the kernel's table. */
+DEV uint32_t ep_ll_gen_at() { return p::smem_base() + EP_VERDICT_BYTES; }
+DEV uint32_t ep_ll_window_at(uint32_t rank) { return p::smem_base() + EP_VERDICT_BYTES + 8 + 8 * rank; }
 DEV uint8_t *ep_ll_window(uint32_t rank) { return (uint8_t *)p::lds<uint64_t>(ep_ll_window_at(rank)); }
-template <class C> DEV uint32_t ep_ll_source_rows(const C c, uint32_t s) {
-  return p::lds<uint32_t>(ep_ll_window_at(c.ranks) + 4 * s);
-}
+template <class C> DEV uint32_t ep_ll_table(const C c, uint32_t i) { return ep_ll_window_at(c.ranks) + 4 * i; }
 
-/* Whole block: what every block needs of memory, in one trip. `recvCount`: rows by source, NULL where they are not known. */
-template <class C>
-DEV epLlOp ep_ll_begin(const C c, const epGroupArgs &g, const epRecordHeader *h, uint32_t given, const uint32_t *recvCount) {
+/* Whole block: the generation and the windows, and with them, in the same trip, whatever `ask` asks for. `keep` then puts that
+ * where the block finds it; a barrier follows, so that the verdict word may be used as well. */
+template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epGroupArgs &g, A ask, K keep) {
   epLlOp op;
   epGroupState *state = ep_state(g);
-  for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
+  uint32_t gen = 0, t = p::tid();
+  uint64_t window = 0;
+  if (t == 0)
+    gen = p::ld_relaxed_sys(&state->stageGen) + 1;
+  if (t < c.ranks)
+    window = p::ldg<uint64_t>(g.windows + t);
+  ask();
+  if (t == 0) {
+    p::sts<uint32_t>(p::smem_base(), 0);
+    p::sts<uint32_t>(ep_ll_gen_at(), gen);
+  }
+  if (t < c.ranks)
+    p::sts<uint64_t>(ep_ll_window_at(t), window);
+  for (uint32_t r = t + c.threads; r < c.ranks; r += c.threads)
     p::sts<uint64_t>(ep_ll_window_at(r), p::ldg<uint64_t>(g.windows + r));
-    if (recvCount)
-      p::sts<uint32_t>(ep_ll_window_at(c.ranks) + 4 * r, p::ldg<uint32_t>(recvCount + r));
-  }
-  if (p::tid() == c.threads - 1) {
-    uint32_t held = p::ldg<uint32_t>(&h->tokens);
-    p::sts<uint32_t>(ep_ll_word(1), held < given ? held : given);
-  }
-  if (p::tid() == 0)
-    p::sts<uint32_t>(ep_ll_word(0), p::ld_relaxed_sys(&state->stageGen) + 1);
+  keep();
   p::sync_threads();
-  op.gen = p::lds<uint32_t>(ep_ll_word(0));
-  op.tokens = p::lds<uint32_t>(ep_ll_word(1));
-  op.ticket = p::tid() == 0 ? p::atomic_add(&state->stageDone, 1) : 0;
+  op.gen = p::lds<uint32_t>(ep_ll_gen_at());
+  op.ticket = t == 0 ? p::atomic_add(&state->stageDone, 1) : 0;
   return op;
+}
+
+/* Whole block, once: all threads are ok. */
+DEV bool ep_ll_agrees(bool ok) {
+  if (!ok)
+    p::sts<uint32_t>(p::smem_base(), 1);
+  p::sync_threads();
+  return p::lds<uint32_t>(p::smem_base()) == 0;
+}
+
+template <class F> DEV uint32_t ep_ll_over_warp(uint32_t v, F join) {
+  for (uint32_t x = 16; x; x >>= 1)
+    v = join(v, p::shfl_xor(p::FULL, v, x));
+  return v;
+}
+
+/* What the record is of; `generation` follows. */
+template <class C> DEV void ep_ll_write_header(const C c, const epGroupArgs &g, epRecordHeader *h, uint32_t tokens) {
+  p::stg<uint32_t>(&h->magic, EP_RECORD_MAGIC);
+  p::stg<uint32_t>(&h->version, EP_RECORD_VERSION);
+  p::stg<uint32_t>(&h->ranks, c.ranks);
+  p::stg<uint32_t>(&h->experts, c.experts);
+  p::stg<uint32_t>(&h->topk, c.topk);
+  p::stg<uint32_t>(&h->maxTokens, g.maxTokens);
+  p::stg<uint32_t>(&h->rank, g.rank);
+  p::stg<uint32_t>(&h->layout, c.layout);
+  p::stg<uint32_t>(&h->align, 0);
+  p::stg<uint32_t>(&h->tokens, tokens);
+}
+
+/* T, where the host gave only a bound of it. */
+DEV uint32_t ep_ll_tokens(const uint8_t *record, const epLlRecordLayout &l, uint32_t given, uint32_t look) {
+  uint32_t held = look ? p::ldg<uint32_t>(&((const epRecordHeader *)(record + l.header))->tokens) : given;
+  return held < given ? held : given;
 }
 
 /* The block that was last to read the generation moves it for the next operation of the stream. */
@@ -59,73 +107,84 @@ DEV void ep_ll_end(const epGroupArgs &g, const epLlOp &op, uint32_t blocks) {
   p::st_relaxed_sys(&state->stageGen, op.gen);
 }
 
-/* The last block, at its start (a release stalls where rows are being stored): every peer may know that what this rank did
- * before is finished. */
+/* The last warp of the last block, at its start (a release stalls where rows are being stored): every peer may know that what
+ * this rank did before is finished. Its part of the stage is cleared first. */
 template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op) {
-  for (uint32_t r = p::tid(); r < c.ranks; r += c.threads)
+  uint64_t units = w.rowStride * (c.ranks - 1) * g.maxTokens / 16;
+  uint8_t *half = ep_ll_window(g.rank) + w.stage + ((op.gen + 1) & 1) * units * 16;
+  epLlSlice s = epLlSliceOf(units, op.gen);
+  for (uint64_t i = p::lane(); i < s.count; i += 32)
+    p::st_relaxed_sys128(half + 16 * (s.first + i), ep_ll_unit(op.gen & EP_UNIT_TAG, 0, 0, 0));
+  p::sync_warp();
+  for (uint32_t r = p::lane(); r < c.ranks; r += 32)
     if (r != g.rank)
       p::st_release_sys((uint32_t *)(ep_ll_window(r) + w.hello) + g.rank, op.gen);
 }
 
-/* The same block, at its end. */
+/* The same warp, at its end. */
 template <class C>
 DEV void ep_ll_greeted(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op, uint32_t phase) {
   const uint32_t *hello = (const uint32_t *)(ep_ll_window(g.rank) + w.hello);
-  for (uint32_t r = p::tid(); r < c.ranks && c.bug != EP_BUG_NO_CREDIT; r += c.threads)
+  for (uint32_t r = p::lane(); r < c.ranks && c.bug != EP_BUG_NO_CREDIT; r += 32)
     if (r != g.rank && !ep_wait_flag(g, hello + r, op.gen, phase, r))
       return;
 }
 
 /* ---- Units --------------------------------------------------------------------------------------------------------- */
 
-DEV uint4 ep_ll_unit(uint32_t gen, uint32_t a, uint32_t b, uint32_t c) {
-  uint4 u;
-  u.x = gen;
-  u.y = a;
-  u.z = b;
-  u.w = c;
-  return u;
-}
+/* While many warps wait, they look at their first unit only, so that their looks do not get in the way of rows. */
+#define EP_LL_NARROW_BLOCKS 32u
 
-/* A first look at N units a lane at at(i), those whose bit is in the lane's `wanted`; nothing waits yet. */
+/* A first look at N units a lane at at(i), those whose bit is in the lane's `wanted`; nothing waits yet. The last one is a
+ * head's if HEAD. */
 template <int N, class F> DEV void ep_ll_look(const epLlOp &op, uint32_t wanted, F at, uint4 *x) {
 #pragma unroll
   for (int i = 0; i < N; i++)
     x[i] = wanted >> i & 1 ? p::ld_relaxed_sys128(at(i)) : ep_ll_unit(op.gen, 0, 0, 0);
 }
-
-/* Whole warp: looks until every unit has come. False in all lanes when a wait gave up. */
-template <int N, class C, class F>
-DEV bool ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, uint32_t phase, uint32_t peer, F at, uint4 *x) {
-  bool ok = true;
-  uint64_t start = 0;
-  for (uint32_t round = 0; c.bug != EP_BUG_SKIP_WAIT; round++) {
-    uint32_t seen = op.gen;
+template <int N, bool HEAD> DEV uint32_t ep_ll_missing(const epLlOp &op, const uint4 *x) {
+  uint32_t missing = 0;
 #pragma unroll
-    for (int i = 0; i < N; i++)
-      if (x[i].x != op.gen)
-        seen = x[i].x;
-    if (seen == op.gen)
-      break;
-    if (round == 0)
-      start = p::globaltimer();
-    if (ep_give_up(g, start, round, phase, peer, op.gen, seen)) {
-      ok = false;
-      break;
-    }
-#pragma unroll
-    for (int i = 0; i < N; i++)
-      if (x[i].x != op.gen)
-        x[i] = p::ld_relaxed_sys128(at(i));
-  }
-  return p::ballot(p::FULL, !ok) == 0;
+  for (int i = 0; i < N; i++)
+    missing |= (uint32_t)(((x[i].x ^ op.gen) & (HEAD && i == N - 1 ? ~0u : EP_UNIT_TAG)) != 0) << i;
+  return missing;
 }
 
-/* ---- Strips: of a row's bytes from `at` on, vector i of a lane is at 16 * (32 i + lane), unit i's data at
- * 12 * (32 i + lane). `bytes`: of the row from there on, so that the last strip is shorter. -------------------------- */
+enum { EP_LL_CAME = 0, EP_LL_ABSENT, EP_LL_GAVE_UP };
 
-#define EP_STRIP_VECTORS 3
-#define EP_STRIP_UNITS 4
+/* Whole warp: looks until every unit has come, or absent() says in all lanes that none will. */
+template <int N, bool HEAD, class C, class F, class G>
+DEV int ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, bool narrow, uint32_t phase, uint32_t peer, F at,
+                     uint4 *x, G absent) {
+  uint64_t start = 0;
+  for (uint32_t round = 0; c.bug != EP_BUG_SKIP_WAIT; round++) {
+    uint32_t missing = ep_ll_missing<N, HEAD>(op, x), seen = op.gen;
+    if (!p::ballot(p::FULL, missing != 0))
+      break;
+    if (absent())
+      return EP_LL_ABSENT;
+    bool first = narrow && p::ballot(p::FULL, missing & 1);
+    bool ok = true;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (missing >> i & 1)
+        seen = x[i].x;
+    if (round == 0)
+      start = p::globaltimer();
+    if (missing)
+      ok = !ep_give_up(g, start, round, phase, peer, op.gen, seen);
+    if (p::ballot(p::FULL, !ok))
+      return EP_LL_GAVE_UP;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (missing >> i & 1 && (i == 0 || !first))
+        x[i] = p::ld_relaxed_sys128(at(i));
+  }
+  return EP_LL_CAME;
+}
+
+/* ---- Strips: of a row's bytes from `at` on, vector i of lane < 28 is at 16 * (28 i + lane), unit i's data at 14 * (32 i +
+ * lane). `bytes`: of the row from there on, so that the last strip is shorter. ----------------------------------------- */
 
 /* Where unit i of a lane lies in strip `strip` of a staged row. */
 DEV auto ep_ll_unit_at(const uint8_t *row, uint32_t strip) {
@@ -133,21 +192,42 @@ DEV auto ep_ll_unit_at(const uint8_t *row, uint32_t strip) {
   return [first](uint32_t i) { return first + 512 * i; };
 }
 
+/* Bytes from the strip's start to the lane's vector i, or EP_NONE where it has none of the row's. */
+DEV uint32_t ep_ll_vector(uint32_t i, uint32_t bytes) {
+  uint32_t at = 16 * (EP_STRIP_LANES * i + p::lane());
+  return p::lane() < EP_STRIP_LANES && at < bytes ? at : EP_NONE;
+}
+
 DEV uint4 ep_ll_zero() { return ep_ll_unit(0, 0, 0, 0); }
 
 DEV void ep_ll_load(const uint8_t *from, uint32_t bytes, uint4 *v) {
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
-    uint32_t at = 16 * (32 * i + p::lane());
-    v[i] = at < bytes ? p::ldg<uint4>(from + at) : ep_ll_zero();
+    uint32_t at = ep_ll_vector(i, bytes);
+    v[i] = at != EP_NONE ? p::ldg<uint4>(from + at) : ep_ll_zero();
   }
+}
+
+/* The same of a row that may not be there, and the word that it is. */
+DEV void ep_ll_load_any(const uint8_t *from, uint32_t bytes, uint4 *v) {
+#pragma unroll
+  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
+    uint32_t at = ep_ll_vector(i, bytes);
+    v[i] = at != EP_NONE ? p::ldg_any<uint4>(from + at) : ep_ll_zero();
+  }
+}
+DEV void ep_ll_confirm(const uint8_t *from, uint32_t bytes) {
+#pragma unroll
+  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
+    if (ep_ll_vector(i, bytes) != EP_NONE)
+      p::confirm(from + ep_ll_vector(i, bytes), 16);
 }
 
 DEV void ep_ll_store(uint8_t *to, uint32_t bytes, const uint4 *v) {
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
-    uint32_t at = 16 * (32 * i + p::lane());
-    if (at < bytes)
+    uint32_t at = ep_ll_vector(i, bytes);
+    if (at != EP_NONE)
       p::stg<uint4>(to + at, v[i]);
   }
 }
@@ -161,33 +241,47 @@ DEV uint32_t ep_ll_wanted(uint32_t bytes) {
   return wanted;
 }
 
-/* Through the warp's strip of shared memory at `buffer`, without bank conflicts: 3 is odd. */
+/* Words of data from `at` on that begin `shift` bits, 0 or 16, into a word. */
+DEV uint32_t ep_ll_funnel(uint32_t lo, uint32_t hi, uint32_t shift) { return (uint32_t)(((uint64_t)hi << 32 | lo) >> shift); }
+
+/* Through the warp's strip of shared memory at `buffer`: vectors go in, units come out. A unit's 14 bytes begin in the middle of a
+ * word in odd lanes. */
 DEV void ep_ll_to_units(uint32_t buffer, uint32_t gen, const uint4 *v, uint4 *u) {
+  uint32_t l = p::lane(), shift = (l & 1) * 16;
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
-    p::sts<uint4>(buffer + 16 * (32 * i + p::lane()), v[i]);
+    if (l < EP_STRIP_LANES)
+      p::sts<uint4>(buffer + 16 * (EP_STRIP_LANES * i + l), v[i]);
   p::sync_warp();
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_UNITS; i++) {
-    uint32_t at = buffer + EP_UNIT_DATA * (32 * i + p::lane());
-    u[i] = ep_ll_unit(gen, p::lds<uint32_t>(at), p::lds<uint32_t>(at + 4), p::lds<uint32_t>(at + 8));
+    uint32_t at = buffer + (EP_UNIT_DATA * (32 * i + l) & ~3u);
+    uint32_t w0 = p::lds<uint32_t>(at), w1 = p::lds<uint32_t>(at + 4), w2 = p::lds<uint32_t>(at + 8),
+             w3 = p::lds<uint32_t>(at + 12);
+    u[i] = ep_ll_unit((gen & EP_UNIT_TAG) | w3 >> shift << 16, ep_ll_funnel(w0, w1, shift), ep_ll_funnel(w1, w2, shift),
+                      ep_ll_funnel(w2, w3, shift));
   }
   p::sync_warp();
 }
 
-/* `v` may be `u`. */
+/* `v` may be `u`. Two lanes have 7 words: 4 are the even one's, whose last half it gets from the odd one. */
 DEV void ep_ll_to_vectors(uint32_t buffer, const uint4 *u, uint4 *v) {
+  uint32_t l = p::lane(), odd = l & 1, shift = odd * 16;
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_UNITS; i++) {
-    uint32_t at = buffer + EP_UNIT_DATA * (32 * i + p::lane());
-    p::sts<uint32_t>(at, u[i].y);
-    p::sts<uint32_t>(at + 4, u[i].z);
-    p::sts<uint32_t>(at + 8, u[i].w);
+    uint32_t at = buffer + EP_UNIT_DATA * (32 * i + l) + 2 * odd, last = u[i].x >> 16;
+    uint32_t next = p::shfl_xor(p::FULL, u[i].y, 1);
+    p::sts<uint32_t>(at, ep_ll_funnel(u[i].y, u[i].z, shift));
+    p::sts<uint32_t>(at + 4, ep_ll_funnel(u[i].z, u[i].w, shift));
+    p::sts<uint32_t>(at + 8, ep_ll_funnel(u[i].w, last, shift));
+    if (!odd)
+      p::sts<uint32_t>(at + 12, last | next << 16);
   }
   p::sync_warp();
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
-    v[i] = p::lds<uint4>(buffer + 16 * (32 * i + p::lane()));
+    if (l < EP_STRIP_LANES)
+      v[i] = p::lds<uint4>(buffer + 16 * (EP_STRIP_LANES * i + l));
   p::sync_warp();
 }
 

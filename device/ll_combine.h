@@ -3,21 +3,21 @@
  *
  *   push      rank-major: a warp a strip of an arrived row, sent as it is. 3-D expert-major: the strip's slots, each
  *             weighted by fused multiply-add, summed in ascending k in FP32 and rounded once: one row a rank crosses the link,
- *             not one a slot. The weights are known to the token's rank alone, which sends them first, as words that carry
- *             their generation; they arrive while the slots are being read
+ *             not one a slot. The weights are known to the token's rank alone: its block 0 sends them, as words that carry
+ *             their generation, and does nothing else; they arrive while the slots are being read
  *   reduce    a warp a strip of a token: the ranks' rows in the order of the highest k each holds, FP32, rounded once; this
  *             rank's own share is made on the spot
  *
- * Latency in dependent trips: rows and counts of the record (0.7 us), their place there (0.7), input rows (0.8), store to
- * the peer and its first sight there (1.5), store. Bytes: N * slots read, 4/3 of the remote N over the link and read
- * again, T written; 3-D: T * K words of 8 bytes over the link besides. */
+ * Latency in dependent trips: counts and the record of a row, in rank-major with the row itself, before it is known whether
+ * there is one (0.7 us); 3-D: slots (0.8); store to the peer and its sight there (1.6); store. Bytes: N * slots read, 8/7 of the
+ * remote N over the link and read again, T written; 3-D: T * K words of 8 bytes over the link besides. */
 #ifndef EP_DEVICE_LL_COMBINE_H_
 #define EP_DEVICE_LL_COMBINE_H_
 
 #include "ll.h"
 #include "numbers.h"
 
-#define EP_LL_SLOT_BATCH 2 /* slots whose loads are on their way together */
+#define EP_LL_SLOT_BATCH 4 /* slots whose loads are on their way together */
 #define EP_LL_ROW_BATCH 2  /* the same of staged rows */
 
 /* A strip's sum in a lane. */
@@ -66,26 +66,50 @@ template <class C> DEV const uint8_t *ep_ll_input(const C c, const epLlCombineAr
   return a.tokens + (uint64_t)row * c.rowBytes + strip * EP_STRIP_DATA;
 }
 
-template <class C> DEV uint64_t ep_ll_weight_word(const C c, const epLlOp &op, uint32_t B, uint32_t source) {
-  return (uint64_t)((op.gen & 1) * c.ranks + source) * B * c.topk;
+template <class C> DEV uint64_t *ep_ll_weights(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t at, uint32_t source) {
+  return (uint64_t *)(ep_ll_window(at) + a.window.weights) +
+         (uint64_t)((op.gen & 1) * c.ranks + source) * a.group.maxTokens * c.topk;
+}
+
+/* Rows by source. */
+template <class C> DEV uint32_t ep_ll_source_rows(const C c, uint32_t s) { return p::lds<uint32_t>(ep_ll_table(c, s)); }
+
+/* ---- Weights, 3-D -------------------------------------------------------------------------------------------------- */
+
+#define EP_LL_WEIGHTS_AHEAD 2 /* of a thread, asked for at the start */
+
+/* Block 0: this rank's weights to the owners of their experts. It waits for nothing. */
+template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs &a) {
+  uint32_t n = c.topk * ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
+  const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
+  int32_t e[EP_LL_WEIGHTS_AHEAD];
+  float w[EP_LL_WEIGHTS_AHEAD];
+  auto ask = [&](uint32_t from) {
+#pragma unroll
+    for (uint32_t i = 0; i < EP_LL_WEIGHTS_AHEAD; i++) {
+      uint32_t at = from + i * c.threads;
+      e[i] = at < n ? p::ldg<int32_t>(topk + at) : -1;
+      w[i] = at < n ? p::ldg<float>(a.weights + at) : 0;
+    }
+  };
+  epLlOp op = ep_ll_begin(
+      c, a.group, [&]() { ask(p::tid()); }, []() {});
+  p::grid_launch();
+  for (uint32_t from = p::tid(); from < n; from += EP_LL_WEIGHTS_AHEAD * c.threads) {
+    if (from != p::tid())
+      ask(from);
+#pragma unroll
+    for (uint32_t i = 0; i < EP_LL_WEIGHTS_AHEAD; i++) {
+      uint32_t owner = (uint32_t)e[i] / (c.experts / c.ranks);
+      if (e[i] >= 0 && owner != a.group.rank)
+        p::st_relaxed_sys(ep_ll_weights(c, a, op, owner, a.group.rank) + from + i * c.threads,
+                          (uint64_t)op.gen << 32 | p::as_u32(w[i]));
+    }
+  }
+  ep_ll_end(a.group, op, a.blocks);
 }
 
 /* ---- Push ---------------------------------------------------------------------------------------------------------- */
-
-/* The first block, before it waits for anything, so that peers' senders need no other block of this rank: this rank's
- * weights to the owners of their experts. */
-template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t tokens) {
-  const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
-#pragma unroll 4
-  for (uint32_t i = p::tid(); i < tokens * c.topk; i += c.threads) {
-    int32_t e = p::ldg<int32_t>(topk + i);
-    uint32_t w = p::as_u32(p::ldg<float>(a.weights + i)), owner = (uint32_t)e / (c.experts / c.ranks);
-    if (e >= 0 && owner != a.group.rank)
-      p::st_relaxed_sys((uint64_t *)(ep_ll_window(owner) + a.window.weights) +
-                            ep_ll_weight_word(c, op, a.group.maxTokens, a.group.rank) + i,
-                        (uint64_t)op.gen << 32 | w);
-  }
-}
 
 /* A warp: strip of the weighted sum of slots, lane k's at row `slot` of the input, rounded. `known()` gives the lane's weight
  * once the first slots are on their way; false: it gave up. */
@@ -120,41 +144,97 @@ DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, uint32_t slot, uint32_
   return true;
 }
 
-template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, const epLlOp &op) {
-  uint32_t warps = a.pushBlocks * (c.threads / 32), index = p::bid() * (c.threads / 32) + p::warp(), me = a.group.rank;
-  uint32_t strips = epLlStrips(c.rowBytes), B = a.group.maxTokens, buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE);
-  const uint32_t *recvToken = (const uint32_t *)(a.record + a.recordLayout.recvToken);
-  const uint32_t *recvSlot = (const uint32_t *)(a.record + a.recordLayout.recvSlot);
-  uint32_t most = 0;
+/* A strip of an arrived row, and what the record says of it. */
+struct epLlBack {
+  uint32_t s, j, strip, token, slot;
+  uint4 v[EP_STRIP_VECTORS];
+};
+
+/* Item i: row j of every other rank in turn. `rows`: bound of a source's rows. False: past the end. */
+template <class C> DEV bool ep_ll_back(const C c, const epLlCombineArgs &a, uint64_t i, uint32_t rows, epLlBack &x) {
+  uint32_t strips = epLlStrips(c.rowBytes), q = (uint32_t)(i / strips);
+  if (i >= (uint64_t)rows * (c.ranks - 1) * strips)
+    return false;
+  x.strip = (uint32_t)(i % strips);
+  x.j = q / (c.ranks - 1);
+  x.s = (a.group.rank + 1 + q % (c.ranks - 1)) % c.ranks;
+  return true;
+}
+
+/* Asks for all of an item, whether it is there or not; then, when it is. */
+template <class C> DEV void ep_ll_back_ask(const C c, const epLlCombineArgs &a, epLlBack &x) {
+  uint64_t row = (uint64_t)x.s * a.group.maxTokens + x.j;
+  x.token = p::ldg_any<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvToken) + row);
+  x.slot = EP_NONE;
+  if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
+    ep_ll_load_any(ep_ll_input(c, a, (uint32_t)row, x.strip), ep_ll_bytes(c, x.strip), x.v);
+  else if (p::lane() < c.topk)
+    x.slot = p::ldg_any<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) + row * c.topk + p::lane());
+}
+template <class C> DEV void ep_ll_back_confirm(const C c, const epLlCombineArgs &a, const epLlBack &x) {
+  uint64_t row = (uint64_t)x.s * a.group.maxTokens + x.j;
+  p::confirm((const uint32_t *)(a.record + a.recordLayout.recvToken) + row, 4);
+  if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
+    ep_ll_confirm(ep_ll_input(c, a, (uint32_t)row, x.strip), ep_ll_bytes(c, x.strip));
+  else if (p::lane() < c.topk)
+    p::confirm((const uint32_t *)(a.record + a.recordLayout.recvSlot) + row * c.topk + p::lane(), 4);
+}
+
+/* False: gave up. */
+template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a, const epLlOp &op, epLlBack &x) {
+  uint32_t me = a.group.rank, buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE);
+  uint4 u[EP_STRIP_UNITS];
+  if (c.layout != EP_LAYOUT_KIND_RANK_MAJOR) {
+    const uint64_t *words = ep_ll_weights(c, a, op, me, x.s) + (uint64_t)x.token * c.topk;
+    auto known = [&](uint32_t &weight) {
+      return x.slot == EP_NONE ||
+             ep_wait_word(a.group, words + p::lane(), op.gen, EP_PHASE_COMBINE_ROWS, x.s, &weight);
+    };
+    if (!ep_ll_weigh(c, a, x.slot, x.strip, known, x.v))
+      return false;
+  }
+  ep_ll_to_units(buffer, op.gen, x.v, u);
+  ep_ll_send(ep_ll_window(x.s) + epLlStageRow(&a.window, c.ranks, a.group.maxTokens, op.gen, x.s, me, x.token) +
+                 x.strip * EP_STRIP_BYTES,
+             ep_ll_bytes(c, x.strip), u);
+  return true;
+}
+
+template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a) {
+  uint32_t before = c.layout == EP_LAYOUT_KIND_RANK_MAJOR ? 0 : 1, warps = (a.pushBlocks - before) * (c.threads / 32);
+  uint32_t index = (p::bid() - before) * (c.threads / 32) + p::warp(), most = 0, t = p::tid(), count = 0;
+  const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
+  epLlBack x;
+  bool inside = ep_ll_back(c, a, index, a.group.maxTokens, x);
+  epLlOp op = ep_ll_begin(
+      c, a.group,
+      [&]() {
+        if (t < c.ranks)
+          count = p::ldg<uint32_t>(recvCount + t);
+        if (inside)
+          ep_ll_back_ask(c, a, x);
+      },
+      [&]() {
+        if (t < c.ranks)
+          p::sts<uint32_t>(ep_ll_table(c, t), count);
+        for (uint32_t r = t + c.threads; r < c.ranks; r += c.threads)
+          p::sts<uint32_t>(ep_ll_table(c, r), p::ldg<uint32_t>(recvCount + r));
+      });
+  p::grid_launch();
   for (uint32_t s = 0; s < c.ranks; s++) {
-    uint32_t n = s == me ? 0 : ep_ll_source_rows(c, s);
+    uint32_t n = s == a.group.rank ? 0 : ep_ll_source_rows(c, s);
     most = n > most ? n : most;
   }
-  uint64_t items = (uint64_t)most * (c.ranks - 1) * strips;
-  for (uint64_t i = index; i < items; i += warps) {
-    uint32_t strip = (uint32_t)(i % strips), q = (uint32_t)(i / strips), j = q / (c.ranks - 1);
-    uint32_t s = (me + 1 + q % (c.ranks - 1)) % c.ranks, bytes = ep_ll_bytes(c, strip);
-    if (j >= ep_ll_source_rows(c, s))
+  for (uint64_t i = index; ep_ll_back(c, a, i, most, x); i += warps) {
+    if (x.j >= ep_ll_source_rows(c, x.s))
       continue;
-    uint32_t token = p::ldg<uint32_t>(recvToken + (uint64_t)s * B + j);
-    uint4 v[EP_STRIP_VECTORS], u[EP_STRIP_UNITS];
-    if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR) {
-      ep_ll_load(ep_ll_input(c, a, s * B + j, strip), bytes, v);
-    } else {
-      uint32_t slot = p::lane() < c.topk ? p::ldg<uint32_t>(recvSlot + ((uint64_t)s * B + j) * c.topk + p::lane()) : EP_NONE;
-      const uint64_t *words = (const uint64_t *)(ep_ll_window(me) + a.window.weights) +
-                              ep_ll_weight_word(c, op, B, s) + (uint64_t)token * c.topk;
-      auto known = [&](uint32_t &weight) {
-        return slot == EP_NONE ||
-               ep_wait_word(a.group, words + p::lane(), op.gen, EP_PHASE_COMBINE_ROWS, s, &weight);
-      };
-      if (!ep_ll_weigh(c, a, slot, strip, known, v))
-        return;
-    }
-    ep_ll_to_units(buffer, op.gen, v, u);
-    ep_ll_send(ep_ll_window(s) + epLlStageRow(&a.window, c.ranks, B, op.gen, s, me, token) + strip * EP_STRIP_BYTES,
-               bytes, u);
+    if (i != index)
+      ep_ll_back_ask(c, a, x);
+    ep_ll_back_confirm(c, a, x);
+    if (!ep_ll_back_send(c, a, op, x))
+      break;
   }
+  ep_ll_end(a.group, op, a.blocks);
 }
 
 /* ---- Reduce -------------------------------------------------------------------------------------------------------- */
@@ -181,23 +261,35 @@ DEV const uint8_t *ep_ll_from(uint64_t address, uint32_t lane) {
   return (const uint8_t *)((uint64_t)hi << 32 | lo);
 }
 
+/* A lane's part of the record of a token. */
+struct epLlToken {
+  int32_t expert;
+  uint32_t row; /* among those that stay here, if it does */
+};
+template <class C> DEV epLlToken ep_ll_token_ask(const C c, const epLlCombineArgs &a, uint32_t t) {
+  epLlToken x;
+  uint32_t l = p::lane();
+  x.expert = l < c.topk ? p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l) : -1;
+  x.row = p::ldg_any<uint32_t>((const uint32_t *)(a.record + a.recordLayout.sendRow) + t);
+  return x;
+}
+
 /* A warp: one strip of token t. False: gave up. */
 template <class C>
-DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip) {
+DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip, epLlToken x) {
   uint32_t l = p::lane(), me = a.group.rank, B = a.group.maxTokens, row = EP_NONE;
   uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE), wanted = ep_ll_wanted(bytes);
-  int32_t e = l < c.topk ? p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l) : -1;
-  uint32_t owner = e >= 0 ? (uint32_t)e / (c.experts / c.ranks) : EP_NONE;
-  uint32_t mates = p::match_any(p::FULL, e >= 0 ? owner : ep_lone_key());
-  bool last = e >= 0 && (mates >> l) == 1; /* highest k of its rank: there the rank's sum enters */
+  uint32_t owner = x.expert >= 0 ? (uint32_t)x.expert / (c.experts / c.ranks) : EP_NONE;
+  uint32_t mates = p::match_any(p::FULL, x.expert >= 0 ? owner : ep_lone_key());
+  bool last = x.expert >= 0 && (mates >> l) == 1; /* highest k of its rank: there the rank's sum enters */
   uint32_t ends = p::ballot(p::FULL, last), own = p::ballot(p::FULL, last && owner == me);
   uint64_t address = 0;
   if (owner == me) {
-    uint32_t j = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.sendRow) + t);
+    p::confirm((const uint32_t *)(a.record + a.recordLayout.sendRow) + t, 4);
     if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
-      row = last ? me * B + j : EP_NONE;
+      row = last ? me * B + x.row : EP_NONE;
     else
-      row = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) + ((uint64_t)me * B + j) * c.topk + l);
+      row = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) + ((uint64_t)me * B + x.row) * c.topk + l);
   } else if (last) {
     address = (uint64_t)(ep_ll_window(me) + epLlStageRow(&a.window, c.ranks, B, op.gen, me, owner, t));
   }
@@ -208,12 +300,12 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
   ep_ll_sum_zero(sum);
 #pragma unroll 1
   for (uint32_t m = ends; m;) {
-    uint4 x[EP_LL_ROW_BATCH][EP_STRIP_UNITS];
+    uint4 y[EP_LL_ROW_BATCH][EP_STRIP_UNITS];
     uint32_t n = m;
 #pragma unroll
     for (int b = 0; b < EP_LL_ROW_BATCH; b++) {
       if (n && (n & (0u - n)) != own)
-        ep_ll_look<EP_STRIP_UNITS>(op, wanted, ep_ll_unit_at(ep_ll_from(address, p::ffs(n) - 1), strip), x[b]);
+        ep_ll_look<EP_STRIP_UNITS>(op, wanted, ep_ll_unit_at(ep_ll_from(address, p::ffs(n) - 1), strip), y[b]);
       n &= n - 1;
     }
 #pragma unroll
@@ -222,11 +314,13 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
         ep_ll_sum_add(c, sum, share);
       } else if (m) {
         uint32_t from = p::ffs(m) - 1;
-        if (!ep_ll_settle<EP_STRIP_UNITS>(c, a.group, op, EP_PHASE_COMBINE_ROWS, p::shfl(p::FULL, owner, from),
-                                          ep_ll_unit_at(ep_ll_from(address, from), strip), x[b]))
+        if (ep_ll_settle<EP_STRIP_UNITS, false>(c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_COMBINE_ROWS,
+                                                p::shfl(p::FULL, owner, from),
+                                                ep_ll_unit_at(ep_ll_from(address, from), strip), y[b],
+                                                []() { return false; }) != EP_LL_CAME)
           return false;
-        ep_ll_to_vectors(buffer, x[b], x[b]);
-        ep_ll_sum_add(c, sum, x[b]);
+        ep_ll_to_vectors(buffer, y[b], y[b]);
+        ep_ll_sum_add(c, sum, y[b]);
       }
       m &= m - 1;
     }
@@ -237,31 +331,40 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
   return true;
 }
 
-template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t tokens) {
+template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a) {
   uint32_t warps = (a.blocks - a.pushBlocks) * (c.threads / 32), strips = epLlStrips(c.rowBytes);
-  for (uint32_t i = (p::bid() - a.pushBlocks) * (c.threads / 32) + p::warp(); i < tokens * strips; i += warps)
-    if (!ep_ll_reduce(c, a, op, i / strips, i % strips))
-      return;
+  uint32_t index = (p::bid() - a.pushBlocks) * (c.threads / 32) + p::warp();
+  uint32_t items = strips * ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
+  epLlToken x;
+  epLlOp op = ep_ll_begin(
+      c, a.group,
+      [&]() {
+        if (index < items)
+          x = ep_ll_token_ask(c, a, index / strips);
+      },
+      []() {});
+  p::grid_launch();
+  if (index == warps - 1)
+    ep_ll_greet(c, a.group, a.window, op);
+  for (uint32_t i = index; i < items; i += warps) {
+    if (i != index)
+      x = ep_ll_token_ask(c, a, i / strips);
+    if (!ep_ll_reduce(c, a, op, i / strips, i % strips, x))
+      break;
+  }
+  if (index == warps - 1)
+    ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_COMBINE_CREDIT);
+  ep_ll_end(a.group, op, a.blocks);
 }
 
 template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
   p::grid_wait();
-  epLlOp op = ep_ll_begin(c, a.group, (const epRecordHeader *)(a.record + a.recordLayout.header), a.numTokens,
-                          (const uint32_t *)(a.record + a.recordLayout.recvCount));
-  bool last = p::bid() == a.blocks - 1;
-  p::grid_launch();
-  if (p::bid() < a.pushBlocks) {
-    if (p::bid() == 0 && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
-      ep_ll_send_weights(c, a, op, op.tokens);
-    ep_ll_return(c, a, op);
-  } else {
-    if (last)
-      ep_ll_greet(c, a.group, a.window, op);
-    ep_ll_reduce_all(c, a, op, op.tokens);
-    if (last)
-      ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_COMBINE_CREDIT);
-  }
-  ep_ll_end(a.group, op, a.blocks);
+  if (p::bid() >= a.pushBlocks)
+    ep_ll_reduce_all(c, a);
+  else if (p::bid() == 0 && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
+    ep_ll_send_weights(c, a);
+  else
+    ep_ll_return(c, a);
 }
 
 #endif

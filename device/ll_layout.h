@@ -1,9 +1,13 @@
 /* Sizes, offsets and launch arguments of the low-latency kernels: what layout.h and abi.h are for the others. A group is
  * low-latency or high-throughput, so its window holds either these sections or those.
  *
- * Rows travel in units of 16 bytes: the generation of the operation and 12 bytes of the row, stored at once. The reader of
- * a unit therefore needs no flag and no fence, and the link carries 4/3 of the bytes. A strip is 128 units, 1536 bytes of
- * a row: what a warp handles at a time, 4 units or 3 vectors a lane.
+ * Rows travel in units of 16 bytes: the lower half of the operation's generation, its tag, and 14 bytes of the row, stored at
+ * once. The reader of a unit therefore needs no flag and no fence, and the link carries 8/7 of the bytes. A strip is 128 units,
+ * 1792 bytes of a row: what a warp handles at a time, 4 units a lane or 4 vectors in each of 28 lanes.
+ *
+ * A tag comes again after 65,536 operations, so no unit may stay that long: each operation clears a slice of the half that it does not
+ * use (epLlSlice), with a tag of its own parity, which the other half's operations never have. Units of heads hold the whole
+ * generation and 12 bytes.
  *
  * Window of a rank (peers store into it); [2] is the operation's generation & 1
  *
@@ -31,11 +35,15 @@ enum { EP_LAYOUT_KIND_RANK_MAJOR = 2, EP_LAYOUT_KIND_EXPERT_MAJOR_3D = 3 };
 
 enum { EP_LL_UPDATED = 1, EP_LL_DISPATCHED };
 
-#define EP_UNIT_DATA 12u    /* bytes of a row in a unit of 16 */
-#define EP_STRIP_DATA 1536u /* bytes of a row in a strip */
+#define EP_UNIT_DATA 14u    /* bytes of a row in a unit of 16 */
+#define EP_UNIT_TAG 0xffffu /* of a unit's first word: the tag */
+#define EP_STRIP_VECTORS 4
+#define EP_STRIP_UNITS 4
+#define EP_STRIP_LANES 28u  /* that hold a vector: 28 * 16 = 32 * 14 */
+#define EP_STRIP_DATA 1792u /* bytes of a row in a strip */
 #define EP_STRIP_BYTES 2048u
 #define EP_LL_PIECE_STRIPS 2u /* strips that a warp of dispatch moves at a time */
-#define EP_LL_OWN_TOKENS 8u   /* tokens that a sending block places at a time */
+#define EP_LL_SLICES 16384u   /* in which a half of the stage is cleared */
 #define EP_LL_MAX_WINDOW (8ull << 30) /* bytes: staging grows with ranks and tokens, and low latency is for few */
 
 typedef struct epLlWindowLayout {
@@ -80,6 +88,19 @@ EP_HD epLlRecordLayout epLlRecordLayoutOf(uint32_t ranks, uint32_t topk, uint32_
   return r;
 }
 
+/* Units [first, first + count) of half (gen + 1) & 1 of the stage, `units` in all, that operation gen clears: all of a half
+ * within 2 * EP_LL_SLICES operations. */
+typedef struct epLlSlice {
+  uint64_t first, count;
+} epLlSlice;
+EP_HD epLlSlice epLlSliceOf(uint64_t units, uint32_t gen) {
+  uint64_t each = (units + EP_LL_SLICES - 1) / EP_LL_SLICES, from = (gen >> 1) % EP_LL_SLICES * each;
+  epLlSlice s;
+  s.first = from < units ? from : units;
+  s.count = units - s.first < each ? units - s.first : each;
+  return s;
+}
+
 /* Offset, in the window of rank `owner`, of what `writer` stages there as row `row` of an operation. */
 EP_HD uint64_t epLlStageRow(const epLlWindowLayout *w, uint32_t ranks, uint32_t maxTokens, uint32_t gen, uint32_t owner,
                             uint32_t writer, uint32_t row) {
@@ -100,11 +121,19 @@ typedef struct epLlUpdateArgs {
   uint32_t blocks;
 } epLlUpdateArgs;
 
+/* What dispatch reads decisions from: the record, or the caller's topk_idx where the update was left to it. */
+typedef struct epLlDecisions {
+  const uint8_t *at;
+  uint32_t wide;     /* int64, else int32 */
+  uint32_t borrowed; /* dispatch checks them and keeps them in the record */
+} epLlDecisions;
+
 typedef struct epLlDispatchArgs {
   epGroupArgs group;
   epLlWindowLayout window;
   epLlRecordLayout recordLayout;
   uint8_t *record;
+  epLlDecisions decisions;
   const uint8_t *tokens; /* [T][rowBytes] */
   const float *weights;  /* [T][K] when cfg.weights */
   uint8_t *outTokens;    /* rank-major [R][B][rowBytes], 3-D expert-major [L][R * B][rowBytes] */
@@ -113,9 +142,11 @@ typedef struct epLlDispatchArgs {
   /* caller's counters, NULL where not asked for; *Wide: int64 instead of int32 */
   void *expertCounters, *sourceCounters, *recvTotal;
   uint32_t expertCountersWide, sourceCountersWide, recvTotalWide;
-  uint32_t numTokens;          /* T */
+  uint32_t numTokens;          /* T, or a bound of it: */
+  uint32_t tokensHeld;         /* the record's header has T, which the host does not know */
   uint32_t globalIdx;          /* outIdx holds global ids instead of local ones */
-  uint32_t pushBlocks, blocks; /* blocks [0, pushBlocks) send, the rest receive */
+  uint32_t pushBlocks, blocks; /* block 0 counts, blocks [1, pushBlocks] send, the rest receive */
+  uint32_t pad;
 } epLlDispatchArgs;
 
 typedef struct epLlCombineArgs {
@@ -126,27 +157,20 @@ typedef struct epLlCombineArgs {
   const uint8_t *tokens; /* expert outputs, shaped as dispatch's output */
   const float *weights;  /* [T][K], 3-D expert-major */
   uint8_t *outTokens;    /* [T][rowBytes] */
-  uint32_t numTokens;
-  uint32_t pushBlocks, blocks;
-  uint32_t pad;
+  uint32_t numTokens, tokensHeld; /* as in dispatch */
+  uint32_t pushBlocks, blocks;    /* blocks [0, pushBlocks) send (3-D expert-major: block 0 weights alone), the rest reduce */
 } epLlCombineArgs;
 
-/* Shared memory of a block: the verdict word and what ep_ll_begin reads of memory for all; then what the scan and the counts
- * of dispatch need; a strip a warp. */
-#define EP_LL_BEGIN_WORDS 2u /* generation, tokens */
-EP_HD uint32_t epLlBeginSmem(const epConfig *c) { /* window addresses; rows by source */
-  return EP_VERDICT_BYTES + 8 * c->ranks + (uint32_t)epAlignUp(4ull * (EP_LL_BEGIN_WORDS + c->ranks), 8);
+/* Shared memory of a block: the verdict word and the generation; window addresses of all ranks. Dispatch: sums of entries by expert and of
+ * rows by rank, then the counts of all sources as they came. Combine: rows by source. A strip a warp. */
+EP_HD uint32_t epLlTableOffset(const epConfig *c) { return EP_VERDICT_BYTES + 8 + 8 * c->ranks; }
+EP_HD uint32_t epLlTableWords(int kernelId, const epConfig *c) {
+  return kernelId == EP_KERNEL_LL_DISPATCH ? 2 * (c->experts + c->ranks) : c->ranks;
 }
-EP_HD uint32_t epLlScanSmem(const epConfig *c) { /* sums and a histogram a warp; places of the block's own tokens */
-  return 4 * (c->experts + c->ranks) * (1 + c->threads / 32) + 8 * EP_LL_OWN_TOKENS * c->topk;
-}
-EP_HD uint32_t epLlPlaceSmem(const epConfig *c) { return 4 * (c->experts + c->ranks); } /* first slots, rows by source */
 EP_HD uint32_t epLlSmem(int kernelId, const epConfig *c) {
-  uint32_t scan = epLlScanSmem(c), place = epLlPlaceSmem(c), table = scan > place ? scan : place;
   if (kernelId == EP_KERNEL_LL_UPDATE)
     return 0;
-  return (uint32_t)epAlignUp(epLlBeginSmem(c) + (kernelId == EP_KERNEL_LL_DISPATCH ? table : 0), 16) +
-         c->threads / 32 * EP_STRIP_DATA;
+  return (uint32_t)epAlignUp(epLlTableOffset(c) + 4ull * epLlTableWords(kernelId, c), 16) + c->threads / 32 * EP_STRIP_DATA;
 }
 
 #endif

@@ -21,16 +21,7 @@ template <class C> DEV void ep_ll_update(const C c, const epLlUpdateArgs &a) {
   }
   if (p::bid() != 0 || p::tid() != 0)
     return;
-  p::stg<uint32_t>(&h->magic, EP_RECORD_MAGIC);
-  p::stg<uint32_t>(&h->version, EP_RECORD_VERSION);
-  p::stg<uint32_t>(&h->ranks, c.ranks);
-  p::stg<uint32_t>(&h->experts, c.experts);
-  p::stg<uint32_t>(&h->topk, c.topk);
-  p::stg<uint32_t>(&h->maxTokens, a.group.maxTokens);
-  p::stg<uint32_t>(&h->rank, a.group.rank);
-  p::stg<uint32_t>(&h->layout, c.layout);
-  p::stg<uint32_t>(&h->align, 0);
-  p::stg<uint32_t>(&h->tokens, a.tokens);
+  ep_ll_write_header(c, a.group, h, a.tokens);
   p::stg<uint32_t>(&h->generation, EP_LL_UPDATED);
 }
 

@@ -8,6 +8,7 @@
  *              shfl, ballot and match give no memory ordering; sync_warp does
  *   block      sync_threads()  bar_sync(id, n)  bar_arrive(id, n)
  *   shared     smem_base() -> u32 handle; lds<T>(u32) sts<T>(u32, T) for T of 4, 8, 16 bytes (u32, u64, uint4)
+ *              sadd(u32, v)  atomic on a u32; orders nothing
  *   mbarrier   mbar_init(a, n) fence_mbar_init() mbar_arrive(a) mbar_expect_tx(a, bytes) mbar_wait(a, parity)
  *   bulk       bulk_g2s(smem, global, bytes, mbar)  bulk_s2g(global, smem, bytes)  bulk_commit()
  *              bulk_wait<N>() complete and visible; bulk_wait_read<N>() only the source may be reused
@@ -15,6 +16,8 @@
  *              fence_proxy_async_global()  generic -> async, all state spaces: after an acquire, before a bulk copy
  *                                          touches what it covers
  *   global     ldg<T>(p) stg<T>(p, T)  weak; T: u32 int32_t u64 int64_t float uint4
+ *              ldg_any<T>(p)  as ldg, of memory that may hold nothing yet: the value is not used before
+ *              confirm(p, bytes) has said that it holds something (no code on GPUs)
  *              ld_acquire_sys/ld_relaxed_sys(u32* or u64*)  st_release_sys/st_relaxed_sys  fence_sys()
  *              ld_relaxed_sys128(p) -> uint4, st_relaxed_sys128(p, uint4): 16 bytes at once, as one 128-bit scalar
  *              ld_acquire_gpu(u32*)  atomic_add(u32*, v) relaxed gpu   atomic_add_acq_rel_gpu(u32*, v)

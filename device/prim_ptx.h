@@ -67,6 +67,7 @@ template <> struct Shared<uint4> {
 };
 template <class T> DEV T lds(uint32_t a) { return Shared<T>::load(a); }
 template <class T> DEV void sts(uint32_t a, T v) { Shared<T>::store(a, v); }
+DEV void sadd(uint32_t a, uint32_t v) { asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 
 DEV void mbar_init(uint32_t a, uint32_t n) { EP_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(a), "r"(n) : "memory"); }
 DEV void fence_mbar_init() { EP_SM90("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -102,6 +103,8 @@ DEV void fence_proxy_async_global() { EP_SM90("fence.proxy.async;" ::: "memory")
 
 template <class T> DEV T ldg(const void *a) { return *(const T *)a; }
 template <class T> DEV void stg(void *a, T v) { *(T *)a = v; }
+template <class T> DEV T ldg_any(const void *a) { return ldg<T>(a); }
+DEV void confirm(const void *, uint32_t) {}
 
 DEV uint32_t ld_acquire_sys(const uint32_t *a) {
   uint32_t v;

@@ -115,7 +115,7 @@ struct Mbarrier {
   std::vector<Fiber *> waiters;
 };
 struct SharedWord {
-  u16 writer, reader, bulkReader, pad;
+  u16 writer, reader, bulkReader, added; // added: the last write was an addition
   u32 writeEpoch, readEpoch, bulkEpoch, old;
   Place writePlace, readPlace, bulkPlace, pad2;
 };
@@ -231,6 +231,7 @@ public:
   void mbarWait(u32 addr, u32 parity);
   void sharedLoad(u32 addr, void *out, u32 bytes, Place place);
   void sharedStore(u32 addr, const void *data, u32 bytes, Place place);
+  void sharedAdd(u32 addr, u32 value, Place place);
   void bulkLoad(u32 shared, const void *global, u32 bytes, u32 mbar, Place place);
   void bulkStore(void *global, u32 shared, u32 bytes, Place place);
   void bulkCommit();
@@ -238,6 +239,7 @@ public:
   void fenceProxy(bool global);
   enum class Order { Weak, Relaxed, Release };
   void load(const void *addr, void *out, u32 bytes, Place place);
+  void loadAny(const void *addr, void *out, u32 bytes, Place place); // of memory that may never have been written
   void store(void *addr, const void *data, u32 bytes, Order order, Place place);
   u64 poll(const void *addr, u32 bytes, bool acquire, bool system, Place place);
   void pollWide(const void *addr, void *out, Place place); // 16 bytes at once, relaxed; waits on the first word

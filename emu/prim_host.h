@@ -60,6 +60,7 @@ template <class T> DEV T lds(uint32_t a, Here h = Here::current()) {
   return v;
 }
 template <class T> DEV void sts(uint32_t a, T v, Here h = Here::current()) { e().sharedStore(a, &v, sizeof(T), at(h)); }
+DEV void sadd(uint32_t a, uint32_t v, Here h = Here::current()) { e().sharedAdd(a, v, at(h)); }
 
 DEV void mbar_init(uint32_t a, uint32_t n) { e().mbarInit(a, n); }
 DEV void fence_mbar_init() { e().mbarFenceInit(); }
@@ -86,6 +87,17 @@ template <class T> DEV T ldg(const void *a, Here h = Here::current()) {
 }
 template <class T> DEV void stg(void *a, T v, Here h = Here::current()) {
   e().store(a, &v, sizeof(T), emu::Engine::Order::Weak, at(h));
+}
+
+template <class T> DEV T ldg_any(const void *a, Here h = Here::current()) {
+  T v;
+  e().loadAny(a, &v, sizeof(T), at(h));
+  return v;
+}
+// What ldg_any did not check, and that it saw the last word: nothing stores it meanwhile.
+DEV void confirm(const void *a, uint32_t bytes, Here h = Here::current()) {
+  uint8_t v[16];
+  e().load(a, v, bytes, at(h));
 }
 
 DEV uint32_t ld_acquire_sys(const uint32_t *a, Here h = Here::current()) {

@@ -81,10 +81,32 @@ void Engine::sharedStore(u32 addr, const void *data, u32 bytes, Place place) {
   for (u32 i = 0; i < bytes; i += 4) {
     SharedWord &w = b->sharedShadow[(addr + i) >> 2];
     if (w.writer == NOBODY || slotFenced(f, w.writer, w.writeEpoch)) memcpy(&w.old, &b->shared[addr + i], 4);
-    w.writer = u16(f->tid), w.writeEpoch = f->epoch, w.writePlace = place;
+    w.writer = u16(f->tid), w.writeEpoch = f->epoch, w.writePlace = place, w.added = 0;
     if (!same) w.reader = NOBODY;
   }
   memcpy(&b->shared[addr], data, bytes);
+}
+
+// Additions are no race among themselves; every other access must be ordered with them.
+void Engine::sharedAdd(u32 addr, u32 value, Place place) {
+  Fiber *f = cur;
+  Block *b = f->block;
+  u32 sum;
+  if (addr % 4 || u64(addr) + 4 > b->shared.size()) {
+    report(Fault::Bounds, 4ull << 20 | place, "%s: addition at shared+0x%x of 0x%zx", me(place).c_str(), addr,
+           b->shared.size());
+    return;
+  }
+  SharedWord &w = b->sharedShadow[addr >> 2];
+  if (w.writer == NOBODY && weak)
+    report(Fault::NeverWritten, 2ull << 20 | place, "%s adds to shared+0x%x, which nothing has written",
+           me(place).c_str(), addr);
+  if (!(w.added && w.reader == NOBODY)) checkSharedWrite(f, addr, 4, false, place);
+  memcpy(&sum, &b->shared[addr], 4);
+  sum += value;
+  memcpy(&w.old, &b->shared[addr], 4);
+  memcpy(&b->shared[addr], &sum, 4);
+  w.writer = u16(f->tid), w.writeEpoch = f->epoch, w.writePlace = place, w.reader = NOBODY, w.added = 1;
 }
 
 void Engine::sharedLoad(u32 addr, void *out, u32 bytes, Place place) {

@@ -353,6 +353,14 @@ void Engine::load(const void *addr, void *out, u32 bytes, Place place) {
     }
 }
 
+void Engine::loadAny(const void *addr, void *out, u32 bytes, Place place) {
+  maybeYield(64);
+  if (regionFor(addr, bytes, bytes, "load", place))
+    memcpy(out, addr, bytes);
+  else
+    memset(out, 0xEE, bytes);
+}
+
 static u64 readWord(const void *addr, u32 bytes) {
   if (bytes == 8) return __atomic_load_n(static_cast<const u64 *>(addr), __ATOMIC_ACQUIRE);
   return __atomic_load_n(static_cast<const u32 *>(addr), __ATOMIC_ACQUIRE);

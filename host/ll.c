@@ -135,9 +135,12 @@ static ncclResult_t weightsCheck(epArgName name, const struct ncclEpHandle *h, c
   return r;
 }
 
+/* Otherwise the record alone has T. */
+static int tokensKnown(const struct ncclEpHandle *h) { return h->updated || h->foreign; }
+
 static ncclResult_t tokensCheck(epArgName name, const struct ncclEpHandle *h, const ncclEpTensor_t *t) {
   ncclResult_t r = epTensorCheck(name, t, 2);
-  if (r == ncclSuccess && (h->updated || h->foreign))
+  if (r == ncclSuccess && tokensKnown(h))
     r = epTensorExtent(name, t, 0, h->tokens, "tokens of the handle's routing");
   if (r == ncclSuccess && t->sizes[0] > h->group->shape.maxTokens)
     r = epFail(ncclInvalidArgument, "%s: %s.sizes[0] is %zu: expected at most %u", name.call, name.tensor, t->sizes[0],
@@ -282,7 +285,7 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
   memset(&a, 0, sizeof a);
   r = dispatchConfigCheck(call, config, in, out);
   if (r == ncclSuccess) r = dispatchOptionsCheck(call, ext);
-  if (r == ncclSuccess) r = epHandleRouted(call, h, stream);
+  if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = dispatchTokens(call, h, in, out, &rowBytes, &a);
   if (r == ncclSuccess) r = dispatchExtras(call, h, in, out, &a);
   if (r == ncclSuccess) r = dispatchCounters(call, h, info, &a);
@@ -295,12 +298,17 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
   a.window = epLlWindowLayoutOf(g->shape);
   a.recordLayout = epLlHandleLayout(h);
   a.record = h->record;
+  a.decisions = h->pending.on ? (epLlDecisions){h->pending.indices.data, h->pending.indices.bytes == 8, 1}
+                              : (epLlDecisions){h->record + a.recordLayout.topk, 0, 0};
+  a.tokensHeld = !tokensKnown(h);
   a.pushBlocks = grid.pushBlocks;
   a.blocks = grid.blocks;
   launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
   r = g->be->ops->launch(g->be, kernel, &launch, stream);
-  if (r == ncclSuccess) h->dispatched = 1;
-  return r;
+  if (r != ncclSuccess) return r;
+  h->pending.on = 0;
+  h->dispatched = 1;
+  return ncclSuccess;
 }
 
 /* ---- Combine ------------------------------------------------------------------------------------------------------- */
@@ -317,7 +325,7 @@ static ncclResult_t combineConfigCheck(const struct ncclEpHandle *h, const ncclE
   if (r == ncclSuccess && in->scales)
     r = epFail(ncclInvalidUsage, "%s: inputs.scales is given: not supported yet", combineCall);
   if (r == ncclSuccess) r = epTensorAbsent(weights, in->topk_weights, "the forward pass takes tokens only");
-  if (r == ncclSuccess && (h->updated || h->foreign) && !h->dispatched)
+  if (r == ncclSuccess && tokensKnown(h) && !h->dispatched)
     r = epFail(ncclInvalidUsage, "%s: nothing was dispatched on this routing: call ncclEpDispatch first", combineCall);
   return r;
 }
@@ -370,6 +378,7 @@ ncclResult_t epLlCombine(struct ncclEpHandle *h, const ncclEpCombineInputs_t *in
   a.window = epLlWindowLayoutOf(g->shape);
   a.recordLayout = epLlHandleLayout(h);
   a.record = h->record;
+  a.tokensHeld = !tokensKnown(h);
   a.pushBlocks = grid.pushBlocks;
   a.blocks = grid.blocks;
   launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};

@@ -2,10 +2,10 @@
 #include "fail.h"
 #include "low_latency.h"
 
-/* A warp a piece of a row: at T = 128 and a row of 14336 bytes 640 pieces to send and 1280 to take, so that most warps have
- * one. Sixteen warps a block keep the grid, and with it the blocks that read all counts, small. */
+/* A warp a piece of a row, and one more that greets: at T = 128 and a row of 14336 bytes on two ranks 512 pieces to send and 512
+ * (3-D: 1024) to take, 1024 strips to return and as many to reduce, so that with 132 SMs every warp has one. */
 #define EP_LL_WARPS 16u
-/* A sending block scans the decisions before its own tokens: two tokens a block keep its warps busy and the scan short. */
+/* A sending block counts the decisions before its own tokens: two tokens a block spread the rows over the SMs. */
 #define EP_LL_TOKENS_A_BLOCK 2u
 #define EP_LL_UPDATE_ENTRIES 2048u /* decisions a block of the update checks: one block at the sizes it is for */
 #define EP_EMU_LL_WARPS 2u /* there a thread is a fiber */
@@ -18,7 +18,7 @@ static uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned sms, int kernelId, uint32_t tokens,
                         epConfig *c, epGrid *grid) {
-  unsigned warps = topology->arch ? EP_LL_WARPS : EP_EMU_LL_WARPS, total = sms < 2 ? 2 : sms;
+  unsigned warps = topology->arch ? EP_LL_WARPS : EP_EMU_LL_WARPS, total = sms < 4 ? 4 : sms; /* each role has a block */
   uint64_t T = tokens ? tokens : 1;
   c->bulk = 0; /* a unit carries its generation: only ordinary stores write both at once */
   for (c->threads = warps * 32; warps > 1 && epLlSmem(kernelId, c) > (uint32_t)topology->smemPerBlock; warps--)
@@ -33,14 +33,17 @@ ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned s
     grid->blocks = clampTo((T * c->topk + EP_LL_UPDATE_ENTRIES - 1) / EP_LL_UPDATE_ENTRIES, 1, total);
     return ncclSuccess;
   }
-  if (kernelId == EP_KERNEL_LL_DISPATCH) { /* with one rank, too: heads go through the window */
-    uint64_t rows = T * least(c->ranks, c->topk), pieces = epLlPieces(c->rowBytes);
-    grid->pushBlocks = clampTo((T + EP_LL_TOKENS_A_BLOCK - 1) / EP_LL_TOKENS_A_BLOCK, 1, total / 2);
-    grid->blocks = grid->pushBlocks + clampTo((rows * pieces + warps - 1) / warps, 1, total - grid->pushBlocks);
+  if (kernelId == EP_KERNEL_LL_DISPATCH) { /* block 0 counts */
+    uint64_t rows = T * least(c->layout == EP_LAYOUT_KIND_RANK_MAJOR ? c->ranks - 1 : c->ranks, c->topk);
+    grid->pushBlocks = clampTo((T + EP_LL_TOKENS_A_BLOCK - 1) / EP_LL_TOKENS_A_BLOCK, 1, (total - 1) / 2);
+    grid->blocks = grid->pushBlocks + 1;
+    grid->blocks += clampTo((rows * epLlPieces(c->rowBytes) + warps) / warps, 1, total - grid->blocks);
     return ncclSuccess;
   }
+  /* 3-D: block 0 sends weights */
   uint64_t strips = epLlStrips(c->rowBytes), rows = T * least(c->ranks - 1, c->topk);
-  grid->pushBlocks = c->ranks > 1 ? clampTo((rows * strips + warps - 1) / warps, 1, total / 2) : 0;
-  grid->blocks = grid->pushBlocks + clampTo((T * strips + warps - 1) / warps, 1, total - grid->pushBlocks);
+  unsigned before = c->layout == EP_LAYOUT_KIND_RANK_MAJOR ? 0 : 1;
+  grid->pushBlocks = c->ranks > 1 ? before + clampTo((rows * strips + warps - 1) / warps, 1, (total - before) / 2) : 0;
+  grid->blocks = grid->pushBlocks + clampTo((T * strips + warps) / warps, 1, total - grid->pushBlocks);
   return ncclSuccess;
 }
