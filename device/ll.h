@@ -55,6 +55,7 @@ template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epG
   }
   if (t < c.ranks)
     p::sts<uint64_t>(ep_ll_window_at(t), window);
+#pragma unroll 1
   for (uint32_t r = t + c.threads; r < c.ranks; r += c.threads)
     p::sts<uint64_t>(ep_ll_window_at(r), p::ldg<uint64_t>(g.windows + r));
   keep();
@@ -73,6 +74,7 @@ DEV bool ep_ll_agrees(bool ok) {
 }
 
 template <class F> DEV uint32_t ep_ll_over_warp(uint32_t v, F join) {
+#pragma unroll 1
   for (uint32_t x = 16; x; x >>= 1)
     v = join(v, p::shfl_xor(p::FULL, v, x));
   return v;
@@ -113,9 +115,11 @@ template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const e
   uint64_t units = w.rowStride * (c.ranks - 1) * g.maxTokens / 16;
   uint8_t *half = ep_ll_window(g.rank) + w.stage + ((op.gen + 1) & 1) * units * 16;
   epLlSlice s = epLlSliceOf(units, op.gen);
+#pragma unroll 1
   for (uint64_t i = p::lane(); i < s.count; i += 32)
     p::st_relaxed_sys128(half + 16 * (s.first + i), ep_ll_unit(op.gen & EP_UNIT_TAG, 0, 0, 0));
   p::sync_warp();
+#pragma unroll 1
   for (uint32_t r = p::lane(); r < c.ranks; r += 32)
     if (r != g.rank)
       p::st_release_sys((uint32_t *)(ep_ll_window(r) + w.hello) + g.rank, op.gen);
@@ -125,6 +129,7 @@ template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const e
 template <class C>
 DEV void ep_ll_greeted(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op, uint32_t phase) {
   const uint32_t *hello = (const uint32_t *)(ep_ll_window(g.rank) + w.hello);
+#pragma unroll 1
   for (uint32_t r = p::lane(); r < c.ranks && c.bug != EP_BUG_NO_CREDIT; r += 32)
     if (r != g.rank && !ep_wait_flag(g, hello + r, op.gen, phase, r))
       return;
@@ -152,35 +157,39 @@ template <int N, bool HEAD> DEV uint32_t ep_ll_missing(const epLlOp &op, const u
 
 enum { EP_LL_CAME = 0, EP_LL_ABSENT, EP_LL_GAVE_UP };
 
-/* Whole warp: looks until every unit has come, or absent() says in all lanes that none will. */
+/* Whole warp: looks until every unit has come, or absent(), asked in each lane that lacks one, says that none will. */
 template <int N, bool HEAD, class C, class F, class G>
 DEV int ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, bool narrow, uint32_t phase, uint32_t peer, F at,
                      uint4 *x, G absent) {
   uint64_t start = 0;
+  int result = EP_LL_CAME;
+#pragma unroll 1
   for (uint32_t round = 0; c.bug != EP_BUG_SKIP_WAIT; round++) {
     uint32_t missing = ep_ll_missing<N, HEAD>(op, x), seen = op.gen;
-    if (!p::ballot(p::FULL, missing != 0))
+    if (!missing)
       break;
-    if (absent())
-      return EP_LL_ABSENT;
-    bool first = narrow && p::ballot(p::FULL, missing & 1);
-    bool ok = true;
+    if (absent()) {
+      result = EP_LL_ABSENT;
+      break;
+    }
 #pragma unroll
     for (int i = 0; i < N; i++)
       if (missing >> i & 1)
         seen = x[i].x;
     if (round == 0)
       start = p::globaltimer();
-    if (missing)
-      ok = !ep_give_up(g, start, round, phase, peer, op.gen, seen);
-    if (p::ballot(p::FULL, !ok))
-      return EP_LL_GAVE_UP;
+    if (ep_give_up(g, start, round, phase, peer, op.gen, seen)) {
+      result = EP_LL_GAVE_UP;
+      break;
+    }
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (missing >> i & 1 && (i == 0 || !first))
+      if (missing >> i & 1 && (i == 0 || !(narrow && missing & 1)))
         x[i] = p::ld_relaxed_sys128(at(i));
   }
-  return EP_LL_CAME;
+  return p::ballot(p::FULL, result == EP_LL_GAVE_UP)  ? EP_LL_GAVE_UP
+         : p::ballot(p::FULL, result == EP_LL_ABSENT) ? EP_LL_ABSENT
+                                                      : EP_LL_CAME;
 }
 
 /* ---- Strips: of a row's bytes from `at` on, vector i of lane < 28 is at 16 * (28 i + lane), unit i's data at 14 * (32 i +
@@ -189,47 +198,44 @@ DEV int ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, bool nar
 /* Where unit i of a lane lies in strip `strip` of a staged row. */
 DEV auto ep_ll_unit_at(const uint8_t *row, uint32_t strip) {
   const uint8_t *first = row + strip * EP_STRIP_BYTES + 16 * p::lane();
-  return [first](uint32_t i) { return first + 512 * i; };
+  return [first](uint32_t i) { return first + 512u * i; };
 }
 
-/* Bytes from the strip's start to the lane's vector i, or EP_NONE where it has none of the row's. */
-DEV uint32_t ep_ll_vector(uint32_t i, uint32_t bytes) {
-  uint32_t at = 16 * (EP_STRIP_LANES * i + p::lane());
-  return p::lane() < EP_STRIP_LANES && at < bytes ? at : EP_NONE;
+/* Whether vector i of the lane holds bytes of the row; the lane's vectors begin at lane * 16 and lie EP_STRIP_STEP apart. */
+#define EP_STRIP_STEP (16 * EP_STRIP_LANES)
+DEV bool ep_ll_has(uint32_t i, uint32_t bytes) {
+  return p::lane() < EP_STRIP_LANES && (bytes >= EP_STRIP_DATA || EP_STRIP_STEP * i + 16 * p::lane() < bytes);
 }
 
 DEV uint4 ep_ll_zero() { return ep_ll_unit(0, 0, 0, 0); }
 
 DEV void ep_ll_load(const uint8_t *from, uint32_t bytes, uint4 *v) {
+  from += 16 * p::lane();
 #pragma unroll
-  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
-    uint32_t at = ep_ll_vector(i, bytes);
-    v[i] = at != EP_NONE ? p::ldg<uint4>(from + at) : ep_ll_zero();
-  }
+  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
+    v[i] = ep_ll_has(i, bytes) ? p::ldg<uint4>(from + EP_STRIP_STEP * i) : ep_ll_zero();
 }
 
 /* The same of a row that may not be there, and the word that it is. */
 DEV void ep_ll_load_any(const uint8_t *from, uint32_t bytes, uint4 *v) {
+  from += 16 * p::lane();
 #pragma unroll
-  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
-    uint32_t at = ep_ll_vector(i, bytes);
-    v[i] = at != EP_NONE ? p::ldg_any<uint4>(from + at) : ep_ll_zero();
-  }
+  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
+    v[i] = ep_ll_has(i, bytes) ? p::ldg_any<uint4>(from + EP_STRIP_STEP * i) : ep_ll_zero();
 }
 DEV void ep_ll_confirm(const uint8_t *from, uint32_t bytes) {
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
-    if (ep_ll_vector(i, bytes) != EP_NONE)
-      p::confirm(from + ep_ll_vector(i, bytes), 16);
+    if (ep_ll_has(i, bytes))
+      p::confirm(from + 16 * p::lane() + EP_STRIP_STEP * i, 16);
 }
 
 DEV void ep_ll_store(uint8_t *to, uint32_t bytes, const uint4 *v) {
+  to += 16 * p::lane();
 #pragma unroll
-  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
-    uint32_t at = ep_ll_vector(i, bytes);
-    if (at != EP_NONE)
-      p::stg<uint4>(to + at, v[i]);
-  }
+  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
+    if (ep_ll_has(i, bytes))
+      p::stg<uint4>(to + EP_STRIP_STEP * i, v[i]);
 }
 
 /* The lane's units of a strip that hold bytes of the row: a bit each. */
@@ -237,7 +243,7 @@ DEV uint32_t ep_ll_wanted(uint32_t bytes) {
   uint32_t wanted = 0;
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_UNITS; i++)
-    wanted |= (uint32_t)(EP_UNIT_DATA * (32 * i + p::lane()) < bytes) << i;
+    wanted |= (uint32_t)(bytes >= EP_STRIP_DATA || EP_UNIT_DATA * (32 * i + p::lane()) < bytes) << i;
   return wanted;
 }
 
@@ -251,11 +257,11 @@ DEV void ep_ll_to_units(uint32_t buffer, uint32_t gen, const uint4 *v, uint4 *u)
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
     if (l < EP_STRIP_LANES)
-      p::sts<uint4>(buffer + 16 * (EP_STRIP_LANES * i + l), v[i]);
+      p::sts<uint4>(buffer + 16 * l + EP_STRIP_STEP * i, v[i]);
   p::sync_warp();
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_UNITS; i++) {
-    uint32_t at = buffer + (EP_UNIT_DATA * (32 * i + l) & ~3u);
+    uint32_t at = buffer + (EP_UNIT_DATA * l & ~3u) + 32 * EP_UNIT_DATA * i;
     uint32_t w0 = p::lds<uint32_t>(at), w1 = p::lds<uint32_t>(at + 4), w2 = p::lds<uint32_t>(at + 8),
              w3 = p::lds<uint32_t>(at + 12);
     u[i] = ep_ll_unit((gen & EP_UNIT_TAG) | w3 >> shift << 16, ep_ll_funnel(w0, w1, shift), ep_ll_funnel(w1, w2, shift),
@@ -269,7 +275,7 @@ DEV void ep_ll_to_vectors(uint32_t buffer, const uint4 *u, uint4 *v) {
   uint32_t l = p::lane(), odd = l & 1, shift = odd * 16;
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_UNITS; i++) {
-    uint32_t at = buffer + EP_UNIT_DATA * (32 * i + l) + 2 * odd, last = u[i].x >> 16;
+    uint32_t at = buffer + EP_UNIT_DATA * l + 2 * odd + 32 * EP_UNIT_DATA * i, last = u[i].x >> 16;
     uint32_t next = p::shfl_xor(p::FULL, u[i].y, 1);
     p::sts<uint32_t>(at, ep_ll_funnel(u[i].y, u[i].z, shift));
     p::sts<uint32_t>(at + 4, ep_ll_funnel(u[i].z, u[i].w, shift));
@@ -281,26 +287,29 @@ DEV void ep_ll_to_vectors(uint32_t buffer, const uint4 *u, uint4 *v) {
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
     if (l < EP_STRIP_LANES)
-      v[i] = p::lds<uint4>(buffer + 16 * (EP_STRIP_LANES * i + l));
+      v[i] = p::lds<uint4>(buffer + 16 * l + EP_STRIP_STEP * i);
   p::sync_warp();
 }
 
 /* `to`: the strip's first unit at its reader. */
 DEV void ep_ll_send(uint8_t *to, uint32_t bytes, const uint4 *u) {
   uint32_t wanted = ep_ll_wanted(bytes);
+  to += 16 * p::lane();
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_UNITS; i++)
     if (wanted >> i & 1)
-      p::st_relaxed_sys128(to + 16 * (32 * i + p::lane()), u[i]);
+      p::st_relaxed_sys128(to + 512 * i, u[i]);
 }
 
 template <class C> DEV uint32_t ep_ll_buffer(const C c, int kernelId) {
   epConfig plain = ep_plain_config(c);
-  return p::smem_base() + epLlSmem(kernelId, &plain) - (c.threads / 32 - p::warp()) * EP_STRIP_DATA;
+  return p::smem_base() + epLlSmem(kernelId, &plain) - (c.threads / 32 - p::warp()) * epLlWarpSmem(kernelId);
 }
 
-/* Bytes of a row from strip `s` on. */
+/* Bytes of a row from strip `s` on; no more than a strip's are of interest, so rows of whole pieces need no predicates. */
 template <class C> DEV uint32_t ep_ll_bytes(const C c, uint32_t s) {
+  if (c.rowBytes % (EP_LL_PIECE_STRIPS * EP_STRIP_DATA) == 0)
+    return EP_STRIP_DATA;
   return s * EP_STRIP_DATA < c.rowBytes ? c.rowBytes - s * EP_STRIP_DATA : 0;
 }
 

@@ -17,7 +17,8 @@
 #include "ll.h"
 #include "numbers.h"
 
-#define EP_LL_SLOT_BATCH 4 /* slots whose loads are on their way together */
+#define EP_LL_SLOT_BATCH 3  /* slots whose loads are on their way together: of a row that is sent */
+#define EP_LL_SHARE_BATCH 1 /* and of one that stays, which has more time */
 #define EP_LL_ROW_BATCH 2  /* the same of staged rows */
 
 /* A strip's sum in a lane. */
@@ -95,6 +96,7 @@ template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs 
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ask(p::tid()); }, []() {});
   p::grid_launch();
+#pragma unroll 1
   for (uint32_t from = p::tid(); from < n; from += EP_LL_WEIGHTS_AHEAD * c.threads) {
     if (from != p::tid())
       ask(from);
@@ -113,7 +115,7 @@ template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs 
 
 /* A warp: strip of the weighted sum of slots, lane k's at row `slot` of the input, rounded. `known()` gives the lane's weight
  * once the first slots are on their way; false: it gave up. */
-template <class C, class F>
+template <int BATCH, class C, class F>
 DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, uint32_t slot, uint32_t strip, F known, uint4 *out) {
   uint32_t bytes = ep_ll_bytes(c, strip), weight = 0;
   epLlSum sum;
@@ -121,10 +123,10 @@ DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, uint32_t slot, uint32_
   uint32_t m = p::ballot(p::FULL, slot != EP_NONE);
 #pragma unroll 1
   for (bool first = true; m; first = false) {
-    uint4 x[EP_LL_SLOT_BATCH][EP_STRIP_VECTORS];
+    uint4 x[BATCH][EP_STRIP_VECTORS];
     uint32_t n = m;
 #pragma unroll
-    for (int b = 0; b < EP_LL_SLOT_BATCH; b++) {
+    for (int b = 0; b < BATCH; b++) {
       if (n) {
         ep_ll_load(ep_ll_input(c, a, p::shfl(p::FULL, slot, p::ffs(n) - 1), strip), bytes, x[b]);
         n &= n - 1;
@@ -133,7 +135,7 @@ DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, uint32_t slot, uint32_
     if (first && p::ballot(p::FULL, !known(weight)))
       return false;
 #pragma unroll
-    for (int b = 0; b < EP_LL_SLOT_BATCH; b++) {
+    for (int b = 0; b < BATCH; b++) {
       if (m) {
         ep_ll_sum_fma(c, sum, x[b], p::as_float(p::shfl(p::FULL, weight, p::ffs(m) - 1)));
         m &= m - 1;
@@ -190,7 +192,7 @@ template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a,
       return x.slot == EP_NONE ||
              ep_wait_word(a.group, words + p::lane(), op.gen, EP_PHASE_COMBINE_ROWS, x.s, &weight);
     };
-    if (!ep_ll_weigh(c, a, x.slot, x.strip, known, x.v))
+    if (!ep_ll_weigh<EP_LL_SLOT_BATCH>(c, a, x.slot, x.strip, known, x.v))
       return false;
   }
   ep_ll_to_units(buffer, op.gen, x.v, u);
@@ -217,14 +219,17 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a) {
       [&]() {
         if (t < c.ranks)
           p::sts<uint32_t>(ep_ll_table(c, t), count);
+#pragma unroll 1
         for (uint32_t r = t + c.threads; r < c.ranks; r += c.threads)
           p::sts<uint32_t>(ep_ll_table(c, r), p::ldg<uint32_t>(recvCount + r));
       });
   p::grid_launch();
+#pragma unroll 1
   for (uint32_t s = 0; s < c.ranks; s++) {
     uint32_t n = s == a.group.rank ? 0 : ep_ll_source_rows(c, s);
     most = n > most ? n : most;
   }
+#pragma unroll 1
   for (uint64_t i = index; ep_ll_back(c, a, i, most, x); i += warps) {
     if (x.j >= ep_ll_source_rows(c, x.s))
       continue;
@@ -253,7 +258,7 @@ DEV void ep_ll_share(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t r
     weight = mine;
     return true;
   };
-  ep_ll_weigh(c, a, row, strip, known, out);
+  ep_ll_weigh<EP_LL_SHARE_BATCH>(c, a, row, strip, known, out);
 }
 
 DEV const uint8_t *ep_ll_from(uint64_t address, uint32_t lane) {
@@ -275,7 +280,7 @@ template <class C> DEV epLlToken ep_ll_token_ask(const C c, const epLlCombineArg
 }
 
 /* A warp: one strip of token t. False: gave up. */
-template <class C>
+template <int ROWS, class C>
 DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip, epLlToken x) {
   uint32_t l = p::lane(), me = a.group.rank, B = a.group.maxTokens, row = EP_NONE;
   uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE), wanted = ep_ll_wanted(bytes);
@@ -293,24 +298,32 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
   } else if (last) {
     address = (uint64_t)(ep_ll_window(me) + epLlStageRow(&a.window, c.ranks, B, op.gen, me, owner, t));
   }
-  uint4 share[EP_STRIP_VECTORS];
-  if (own)
+  if (own) { /* kept beside the strip: registers are short */
+    uint4 share[EP_STRIP_VECTORS];
     ep_ll_share(c, a, t, row, strip, share);
+#pragma unroll
+    for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
+      p::sts<uint4>(buffer + EP_STRIP_DATA + 512 * i + 16 * l, share[i]);
+  }
   epLlSum sum;
   ep_ll_sum_zero(sum);
 #pragma unroll 1
   for (uint32_t m = ends; m;) {
-    uint4 y[EP_LL_ROW_BATCH][EP_STRIP_UNITS];
+    uint4 y[ROWS][EP_STRIP_UNITS];
     uint32_t n = m;
 #pragma unroll
-    for (int b = 0; b < EP_LL_ROW_BATCH; b++) {
+    for (int b = 0; b < ROWS; b++) {
       if (n && (n & (0u - n)) != own)
         ep_ll_look<EP_STRIP_UNITS>(op, wanted, ep_ll_unit_at(ep_ll_from(address, p::ffs(n) - 1), strip), y[b]);
       n &= n - 1;
     }
 #pragma unroll
-    for (int b = 0; b < EP_LL_ROW_BATCH; b++) {
+    for (int b = 0; b < ROWS; b++) {
       if (m && (m & (0u - m)) == own) {
+        uint4 share[EP_STRIP_VECTORS];
+#pragma unroll
+        for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
+          share[i] = p::lds<uint4>(buffer + EP_STRIP_DATA + 512 * i + 16 * l);
         ep_ll_sum_add(c, sum, share);
       } else if (m) {
         uint32_t from = p::ffs(m) - 1;
@@ -346,10 +359,13 @@ template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a
   p::grid_launch();
   if (index == warps - 1)
     ep_ll_greet(c, a.group, a.window, op);
+#pragma unroll 1
   for (uint32_t i = index; i < items; i += warps) {
     if (i != index)
       x = ep_ll_token_ask(c, a, i / strips);
-    if (!ep_ll_reduce(c, a, op, i / strips, i % strips, x))
+    bool ok = c.ranks > 2 ? ep_ll_reduce<EP_LL_ROW_BATCH>(c, a, op, i / strips, i % strips, x)
+                          : ep_ll_reduce<1>(c, a, op, i / strips, i % strips, x);
+    if (!ok)
       break;
   }
   if (index == warps - 1)

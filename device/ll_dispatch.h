@@ -71,6 +71,7 @@ template <class C> DEV uint32_t ep_ll_rows_sum(const C c, uint32_t rank) { retur
 template <class C> DEV uint32_t ep_ll_count_at(const C c, uint32_t i) { return ep_ll_table(c, c.experts + c.ranks + i); }
 
 template <class C> DEV void ep_ll_zero_sums(const C c) {
+#pragma unroll 1
   for (uint32_t i = p::tid(); i < c.experts + c.ranks; i += c.threads)
     p::sts<uint32_t>(ep_ll_sum(c, i), 0);
 }
@@ -129,6 +130,7 @@ template <class C> DEV uint64_t *ep_ll_counts(const C c, const epLlDispatchArgs 
 
 template <class C> DEV void ep_ll_send_counts(const C c, const epLlDispatchArgs &a, const epLlOp &op) {
   uint32_t locals = c.experts / c.ranks;
+#pragma unroll 1
   for (uint32_t i = p::tid(); i < c.experts + c.ranks; i += c.threads) {
     uint32_t dst = i < c.experts ? i / locals : i - c.experts, word = i < c.experts ? i % locals : locals;
     p::st_relaxed_sys(ep_ll_counts(c, a, op, dst, a.group.rank) + word,
@@ -141,6 +143,7 @@ template <class C> DEV bool ep_ll_gather(const C c, const epLlDispatchArgs &a, c
   uint32_t words = c.experts / c.ranks + 1;
   const uint64_t *counts = ep_ll_counts(c, a, op, a.group.rank, 0);
   bool ok = true;
+#pragma unroll 1
   for (uint32_t i = p::tid(); i < c.ranks * words && ok; i += c.threads) {
     uint32_t v = 0;
     ok = ep_wait_word(a.group, counts + i, op.gen, EP_PHASE_UPDATE_COUNTS, i / words, &v);
@@ -157,27 +160,33 @@ template <class C> DEV uint32_t ep_ll_rows(const C c, uint32_t s) { return ep_ll
 template <class C> DEV void ep_ll_tell_counts(const C c, const epLlDispatchArgs &a) {
   uint32_t locals = c.experts / c.ranks, B = a.group.maxTokens;
   bool major = c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
+#pragma unroll 1
   for (uint32_t e = p::tid(); e < locals; e += c.threads) {
     uint32_t total = 0;
+#pragma unroll 1
     for (uint32_t s = 0; s < c.ranks; s++)
       total += ep_ll_entries(c, s, e);
     ep_ll_counter(a.expertCounters, a.expertCountersWide, e, total);
     if (major && total > c.ranks * B)
       p::st_relaxed_sys(&a.group.error->overflowNeeded, total);
   }
+#pragma unroll 1
   for (uint32_t s = p::tid(); s < c.ranks; s += c.threads) {
     p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.recvCount) + s, ep_ll_rows(c, s));
     ep_ll_counter(a.sourceCounters, a.sourceCountersWide, s, ep_ll_rows(c, s));
   }
   if (p::warp() == 0 && a.recvTotal) {
     uint32_t total = 0;
+#pragma unroll 1
     for (uint32_t i = p::lane(); i < c.ranks * (locals + 1); i += 32)
       total += (i % (locals + 1) == locals) != major ? p::lds<uint32_t>(ep_ll_count_at(c, i)) : 0;
     total = ep_ll_over_warp(total, [](uint32_t x, uint32_t y) { return x + y; });
     if (p::lane() == 0)
       ep_ll_counter(a.recvTotal, a.recvTotalWide, 0, total);
   }
+#pragma unroll 1
   for (uint32_t s = 0; s < c.ranks && !major; s++)
+#pragma unroll 1
     for (uint32_t i = ep_ll_rows(c, s) * c.topk + p::tid(); i < B * c.topk; i += c.threads)
       p::stg<int32_t>(a.outIdx + (uint64_t)s * B * c.topk + i, -1);
 }
@@ -306,6 +315,7 @@ DEV void ep_ll_send_piece(const C c, const epLlDispatchArgs &a, const epLlOp &op
   uint32_t mates = p::match_any(p::FULL, own != EP_NONE ? own : ep_lone_key());
   uint32_t sends = p::ballot(p::FULL, own != EP_NONE && (mates & ep_lanes_below()) == 0);
   uint32_t mine = p::ballot(p::FULL, (sends >> l & 1) && own >> EP_ENTRY_POS_BITS == me);
+#pragma unroll 1
   for (uint32_t m = piece == 0 ? (rankMajor ? sends & ~mine : sends) : 0; m; m &= m - 1) {
     uint32_t to = p::shfl(p::FULL, own, p::ffs(m) - 1);
     ep_ll_send_head(c, a, op, t, to >> EP_ENTRY_POS_BITS, EP_ENTRY_POS(to), own == to ? entry : EP_NONE, x.weight);
@@ -318,6 +328,7 @@ DEV void ep_ll_send_piece(const C c, const epLlDispatchArgs &a, const epLlOp &op
         continue;
       uint4 u[EP_STRIP_UNITS];
       ep_ll_to_units(buffer, op.gen, x.v[s], u);
+#pragma unroll 1
       for (uint32_t m = sends & ~mine; m; m &= m - 1) {
         uint32_t to = p::shfl(p::FULL, own, p::ffs(m) - 1), dst = to >> EP_ENTRY_POS_BITS;
         ep_ll_send(ep_ll_window(dst) + strip * EP_STRIP_BYTES +
@@ -374,6 +385,7 @@ template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a) {
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ask(first); }, [&]() { ep_ll_zero_sums(c); });
   p::grid_launch();
+#pragma unroll 1
   for (uint32_t t0 = first; t0 < T; t0 += a.pushBlocks * each) {
     uint32_t t1 = t0 + each < T ? t0 + each : T, items = (t1 - t0) * pieces, entry, row;
     if (t0 != first)
@@ -383,6 +395,7 @@ template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a) {
     r.expertMask = major ? p::match_any(p::FULL, r.valid ? r.expert : ep_lone_key()) : 0;
     p::sync_threads();
     ep_ll_find(c, r, entry, row);
+#pragma unroll 1
     for (uint32_t item = p::warp(); item < items; item += warps) {
       uint32_t i = item / pieces, from = i * c.topk + p::lane();
       if (item >= warps)
@@ -416,6 +429,7 @@ template <class C> DEV void ep_ll_read_head(const C c, const epLlDispatchArgs &a
   r.slot = EP_NONE;
   if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D && r.entry != EP_NONE) {
     uint32_t e = EP_ENTRY_EXPERT(r.entry), at = EP_ENTRY_POS(r.entry);
+#pragma unroll 1
     for (uint32_t s = 0; s < r.s; s++)
       at += ep_ll_entries(c, s, e);
     at += c.bug == EP_BUG_SLOT_OFF_BY_ONE && at + 1 < capacity;
@@ -474,7 +488,7 @@ template <class C> DEV int ep_ll_take(const C c, const epLlDispatchArgs &a, cons
       return false;
     if ((uint32_t)(x.count >> 32) != op.gen)
       x.count = p::ld_relaxed_sys(word);
-    return p::ballot(p::FULL, (uint32_t)(x.count >> 32) != op.gen || r.j < (uint32_t)x.count) == 0;
+    return (uint32_t)(x.count >> 32) == op.gen && r.j >= (uint32_t)x.count;
   };
   int came = ep_ll_settle<EP_LL_HEAD_AT + 1, true>(c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_DISPATCH_ROWS, r.s,
                                                    [&](uint32_t i) { return ep_ll_item_unit(x, i); }, x.u, absent);
@@ -493,6 +507,7 @@ template <class C> DEV int ep_ll_take(const C c, const epLlDispatchArgs &a, cons
   }
   if (rankMajor)
     ep_ll_store_piece(c, ep_ll_place(c, a, r.s, r.j), x.piece, v);
+#pragma unroll 1
   for (uint32_t m = rankMajor ? 0 : p::ballot(p::FULL, r.slot != EP_NONE); m; m &= m - 1)
     ep_ll_store_piece(c, a.outTokens + (uint64_t)p::shfl(p::FULL, r.slot, p::ffs(m) - 1) * c.rowBytes, x.piece, v);
   if (x.piece == 0)
@@ -504,6 +519,7 @@ template <class C> DEV int ep_ll_take(const C c, const epLlDispatchArgs &a, cons
 template <class C> DEV uint32_t ep_ll_most_rows(const C c, const epLlDispatchArgs &a, const epLlOp &op) {
   uint32_t most = 0, locals = c.experts / c.ranks;
   bool ok = true;
+#pragma unroll 1
   for (uint32_t s = p::lane(); s < c.ranks && ok; s += 32) {
     uint32_t n = 0;
     ok = s == a.group.rank ||
@@ -519,6 +535,7 @@ template <class C> DEV uint32_t ep_ll_most_rows(const C c, const epLlDispatchArg
 template <class C> DEV void ep_ll_take_rank_major(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t index, uint32_t warps) {
   epLlItem x;
   uint32_t most = a.group.maxTokens;
+#pragma unroll 1
   for (uint64_t i = index; ep_ll_item(c, a, op, i, most, x); i += warps) {
     ep_ll_item_look(c, a, op, x);
     x.count = p::ld_relaxed_sys(ep_ll_counts(c, a, op, a.group.rank, x.r.s) + c.experts / c.ranks);
@@ -540,10 +557,12 @@ DEV void ep_ll_take_expert_major(const C c, const epLlDispatchArgs &a, const epL
     ep_ll_item_look(c, a, op, x);
   if (!ep_ll_gather(c, a, op))
     return;
+#pragma unroll 1
   for (uint32_t s = 0; s < c.ranks; s++) {
     uint32_t n = ep_ll_rows(c, s);
     most = n > most ? n : most;
   }
+#pragma unroll 1
   for (uint64_t i = index; ep_ll_item(c, a, op, i, most, x); i += warps) {
     if (x.r.j >= ep_ll_rows(c, x.r.s))
       continue;

@@ -162,15 +162,18 @@ typedef struct epLlCombineArgs {
 } epLlCombineArgs;
 
 /* Shared memory of a block: the verdict word and the generation; window addresses of all ranks. Dispatch: sums of entries by expert and of
- * rows by rank, then the counts of all sources as they came. Combine: rows by source. A strip a warp. */
+ * rows by rank, then the counts of all sources as they came. Combine: rows by source. A strip a warp, and in
+ * combine another for this rank's own share. */
 EP_HD uint32_t epLlTableOffset(const epConfig *c) { return EP_VERDICT_BYTES + 8 + 8 * c->ranks; }
 EP_HD uint32_t epLlTableWords(int kernelId, const epConfig *c) {
   return kernelId == EP_KERNEL_LL_DISPATCH ? 2 * (c->experts + c->ranks) : c->ranks;
 }
+EP_HD uint32_t epLlWarpSmem(int kernelId) { return kernelId == EP_KERNEL_LL_COMBINE ? EP_STRIP_DATA + EP_STRIP_BYTES : EP_STRIP_DATA; }
 EP_HD uint32_t epLlSmem(int kernelId, const epConfig *c) {
   if (kernelId == EP_KERNEL_LL_UPDATE)
     return 0;
-  return (uint32_t)epAlignUp(epLlTableOffset(c) + 4ull * epLlTableWords(kernelId, c), 16) + c->threads / 32 * EP_STRIP_DATA;
+  return (uint32_t)epAlignUp(epLlTableOffset(c) + 4ull * epLlTableWords(kernelId, c), 16) +
+         c->threads / 32 * epLlWarpSmem(kernelId);
 }
 
 #endif

@@ -500,7 +500,7 @@ Engine::Outcome Engine::run(u64 picks) {
         fire(e);
         continue;
       }
-      if (!parked.empty() && idleRounds < 3) { // a repeated read need not be a wait
+      if (!parked.empty() && idleRounds < 16) { // a repeated read need not be a wait; one may look at a dozen words in turn
         idleRounds++;
         wakeAllParked();
         continue;

@@ -11,6 +11,7 @@
 #include <cmocka.h>
 
 #include "abi.h"
+#include "ll_layout.h"
 
 __extension__ typedef unsigned __int128 wideCount;
 
@@ -243,6 +244,27 @@ static void configurationHasNoPadding(void **state) {
   assert_int_equal(sizeof(epRecordHeader) % 16, 0);
 }
 
+/* Low latency: within 2 * EP_LL_SLICES operations every unit of a half is cleared, so no tag comes back while an older unit has it. */
+static void slicesCoverTheStage(void **state) {
+  (void)state;
+  static const uint64_t sizes[] = {0, 1, 7, EP_LL_SLICES - 1, EP_LL_SLICES, EP_LL_SLICES + 1, 5 * EP_LL_SLICES + 3};
+  assert_true(2 * EP_LL_SLICES < EP_UNIT_TAG);
+  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+    for (uint32_t half = 0; half < 2; half++) {
+      unsigned char *cleared = calloc(sizes[i] + 1, 1);
+      assert_non_null(cleared);
+      for (uint32_t g = 0; g < 2 * EP_LL_SLICES; g++) {
+        uint32_t gen = 0xffff0000u + g; /* wraps around on the way */
+        epLlSlice s = epLlSliceOf(sizes[i], gen);
+        if (((gen + 1) & 1) != half) continue;
+        assert_true(s.first + s.count <= sizes[i]);
+        memset(cleared + s.first, 1, s.count);
+      }
+      assert_null(memchr(cleared, 0, sizes[i]));
+      free(cleared);
+    }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(sectionsAreDisjoint),
@@ -254,6 +276,7 @@ int main(void) {
       cmocka_unit_test(boundsHold),
       cmocka_unit_test(chunksFitTheirFlags),
       cmocka_unit_test(configurationHasNoPadding),
+      cmocka_unit_test(slicesCoverTheStage),
   };
   return cmocka_run_group_tests_name("layout", tests, NULL, NULL);
 }
