@@ -12,7 +12,7 @@ folder = tempfile.mkdtemp(prefix='nccl_ep_fake.')
 env = dict(os.environ, NCCL_EP_JIT_CACHE_DIR=os.path.join(folder, 'kernels'))
 report = os.path.join(folder, 'report.json')
 base = [sys.argv[1], '--backend', 'cuda', '--tokens', '8', '--hidden', '64', '--topk', '2', '--experts', '8', '--iters', '3',
-        '--warmup', '5', '--json', report]
+        '--warmup', '9', '--json', report]
 failed = 0
 
 

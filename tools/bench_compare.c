@@ -34,8 +34,9 @@ static void countBytes(side *s, unsigned routing) {
 static int timeTransfer(side *s, epTransferKind kind, unsigned i) {
   const epBenchOptions *o = s->bench->options;
   epPort *port = s->port;
-  /* NCCL connects ranks at its first use, which is no work of the stream. */
-  int hold = i > 1 || (i && kind != EP_TRANSFER_ALL_TO_ALL);
+  /* NCCL connects ranks when a number of bytes first needs it: it may wait for the device then, and a held stream would
+   * make that wait for ever. Each routing has been seen before anything is held. */
+  int hold = i >= (kind == EP_TRANSFER_ALL_TO_ALL ? EP_LAYER_ROUTINGS : 1u);
   countBytes(s, i % s->bench->routings);
   if (epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port)) || epPortMark(port, 0) ||
       epTransferQueue(&s->transfer, kind, s->send, s->receive) || epPortMark(port, 1) ||
