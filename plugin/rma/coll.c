@@ -1,6 +1,5 @@
 /* A communicator: opening, progress, its first error, closing. */
 #include <errno.h>
-#include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,7 +10,7 @@
 
 #include "rma.h"
 
-enum { EVENTS = 64, FAREWELL_MS = 2000 };
+enum { EVENTS = 64, FAREWELL_MS = 1000 };
 
 uint64_t epRmaMicroseconds(void) {
   struct timespec now;
@@ -76,7 +75,7 @@ epRmaResult epRmaCollOpen(epRmaListener *listener, void *handles[], uint32_t ran
   }
   coll->ranks = ranks, coll->rank = rank, coll->epoll = -1;
   coll->settings = *epRmaListenerSettings(listener);
-  pthread_mutex_init(&coll->mutex, NULL);
+  coll->mutex = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
   coll->peers = calloc(ranks, sizeof(epRmaPeer *));
   coll->epoll = epoll_create1(EPOLL_CLOEXEC);
   if (!coll->peers || coll->epoll < 0) {
@@ -166,11 +165,11 @@ epRmaResult epRmaCollClose(epRmaColl *coll) {
     return rc;
   }
   if (!coll->error) farewell(coll);
-  if (coll->gpu.ready) epRmaGpuSync(coll->gpu.in);
+  if (coll->gpu.ready) rc = epRmaGpuSync(coll->gpu.in);
   clear(coll);
   epRmaGpuLeave(&coll->gpu);
   epRmaGpuClose(&coll->gpu);
   pthread_mutex_unlock(&coll->mutex);
   release(coll);
-  return EP_RMA_OK;
+  return rc;
 }

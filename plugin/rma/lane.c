@@ -194,7 +194,8 @@ epRmaResult epRmaContextDestroy(epRmaContext *context) {
     epRmaPause(coll);
   }
   forget(coll, context);
-  for (int i = 0; coll->gpu.ready && i < EP_RMA_OUT_STREAMS; i++) epRmaGpuSync(coll->gpu.out[i]);
+  epRmaResult rc = EP_RMA_OK;
+  for (int i = 0; !rc && coll->gpu.ready && i < EP_RMA_OUT_STREAMS; i++) rc = epRmaGpuSync(coll->gpu.out[i]);
   epRmaContext **at = &coll->contexts;
   while (*at != context) at = &(*at)->next;
   *at = context->next;
@@ -206,7 +207,7 @@ epRmaResult epRmaContextDestroy(epRmaContext *context) {
     free(op);
   }
   free(context);
-  return EP_RMA_OK;
+  return rc ? epRmaNote(coll, rc) : EP_RMA_OK;
 }
 
 void epRmaOpsForget(const epRmaWindow *window) {

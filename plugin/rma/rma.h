@@ -1,5 +1,5 @@
-/* The objects of the provider and the functions between its files. One mutex a communicator guards all of it; public
- * calls (entry.c) take it, everything here runs under it.
+/* The objects of the provider and the functions between its files. One mutex a communicator guards all of it: public calls
+ * (entry.c) take it and enter the GPU, everything here runs inside.
  *
  *   put ──► lane (context, peer): first in, first out ──► GPU copy into the peer's mapped window, or
  *                                                          frames on the socket that the lane's context maps to
@@ -155,7 +155,7 @@ struct epRmaColl {
   epRmaGpu gpu;
   epRmaStage leaving, arriving;
   epRmaWindow **windows; /* by number; the dead window where one was deregistered */
-  uint32_t windowCount, windowRoom, nextWindow;
+  uint32_t windowRoom, nextWindow;
   epRmaContext *contexts;
   int contextCount;
   epRmaLane *activeHead, *activeTail;
@@ -167,11 +167,13 @@ struct epRmaColl {
 uint64_t epRmaMilliseconds(void);
 uint64_t epRmaMicroseconds(void);
 
-/* ---- handshake.c: listening, and sockets with peers that hold the secret ------------------------------------------ */
+/* ---- handle.c: listening ----------------------------------------------------------------------------------------- */
 typedef struct epRmaListener epRmaListener;
 epRmaResult epRmaListen(void *handle, epRmaListener **out);
 void epRmaCloseListener(epRmaListener *listener);
 const epRmaSettings *epRmaListenerSettings(const epRmaListener *listener);
+
+/* ---- handshake.c: sockets with peers that hold the secret --------------------------------------------------------- */
 epRmaResult epRmaConnectPeers(epRmaColl *coll, epRmaListener *listener, void *handles[]);
 
 /* ---- coll.c: the communicator -------------------------------------------------------------------------------- */
@@ -197,6 +199,7 @@ void epRmaSocketClose(epRmaSocket *socket); /* inside */
 epRmaResult epRmaStageMake(epRmaStage *stage);
 void epRmaStageFree(epRmaStage *stage);
 epRmaResult epRmaStageTake(epRmaStage *stage, int *slot); /* -1: none is free, try again later */
+bool epRmaStageEnding(const epRmaStage *stage);           /* some copy may not be done */
 char *epRmaStageAt(const epRmaStage *stage, int slot);
 
 /* ---- window.c -------------------------------------------------------------------------------------------------- */

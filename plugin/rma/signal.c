@@ -12,6 +12,9 @@ epRmaResult epRmaSignalApply(epRmaColl *coll, epRmaWindow *window, uint64_t offs
     return epRmaFail(coll, EP_RMA_REMOTE_ERROR, "a signal came for offset %llu of window %u, which is not aligned",
                      (unsigned long long)offset, window->id);
   if (window->type == EP_RMA_PTR_HOST) {
+    /* It may stand for GPU memory that is still on its way out of the staging. */
+    if (epRmaStageEnding(&coll->arriving)) rc = epRmaGpuSync(coll->gpu.in);
+    if (rc) return epRmaNote(coll, rc);
     __atomic_fetch_add((uint64_t *)(void *)at, value, __ATOMIC_RELEASE);
     return EP_RMA_OK;
   }

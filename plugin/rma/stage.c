@@ -35,4 +35,10 @@ epRmaResult epRmaStageTake(epRmaStage *stage, int *slot) {
   return EP_RMA_OK;
 }
 
+bool epRmaStageEnding(const epRmaStage *stage) {
+  for (int i = 0; i < EP_RMA_SLOTS; i++)
+    if (stage->busy[i] && stage->ending[i]) return true;
+  return false;
+}
+
 char *epRmaStageAt(const epRmaStage *stage, int slot) { return stage->memory + (size_t)slot * EP_RMA_CHUNK; }

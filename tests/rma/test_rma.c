@@ -232,9 +232,9 @@ static int mixedBody(rankOf *me) {
   void *host = NULL, *resettable = NULL, *requests[3], *request = NULL;
   int peer = 1 - me->rank;
   CHECK(openRank(me, 2, 2 * BYTES) == 0);
-  char *memory = memoryOf(me, 2 * BYTES, HOST);
+  char *memory = memoryOf(me, 2 * BYTES + 8, HOST);
   uint64_t *words = memoryOf(me, 4096, GPU_PRIVATE);
-  CHECK(me->t->regMrSym(me->coll, memory, 2 * BYTES, EP_RMA_PTR_HOST, 0, &host) == EP_RMA_OK);
+  CHECK(me->t->regMrSym(me->coll, memory, 2 * BYTES + 8, EP_RMA_PTR_HOST, 0, &host) == EP_RMA_OK);
   CHECK(me->t->regMrSym(me->coll, words, 4096, EP_RMA_PTR_CUDA, 0, &resettable) == EP_RMA_OK);
   memset(memory, 7 + me->rank, BYTES);
   memset(me->data, 70 + me->rank, BYTES);
@@ -244,10 +244,17 @@ static int mixedBody(rankOf *me) {
   CHECK(me->t->iputSignal(me->ctx, 1, 0, NULL, 0, 0, NULL, (uint32_t)peer, 16, resettable, 5, EP_RMA_SIGNAL_ADD, true,
                           &requests[2]) == EP_RMA_OK);
   for (int i = 0; i < 3; i++) CHECK(finish(me, requests[i]) == 0);
-  for (int value = 5; value == 5; value = 6) {
-    while (__atomic_load_n(&words[2], __ATOMIC_ACQUIRE) != 5) CHECK(me->t->progress(me->ctx) == EP_RMA_OK);
-    for (int i = 0; i < BYTES; i++) CHECK(me->data[BYTES + i] == 7 + peer && memory[BYTES + i] == 70 + peer);
-  }
+  while (__atomic_load_n(&words[2], __ATOMIC_ACQUIRE) != 5) CHECK(me->t->progress(me->ctx) == EP_RMA_OK);
+  for (int i = 0; i < BYTES; i++) CHECK(me->data[BYTES + i] == 7 + peer && memory[BYTES + i] == 70 + peer);
+  /* A signal in host memory stands for the GPU memory before it, too. */
+  worldBarrier(me);
+  memset(me->data, 90 + me->rank, BYTES);
+  CHECK(me->t->iputSignal(me->ctx, 1, 0, me->window, BYTES, BYTES, me->window, (uint32_t)peer, 2 * BYTES, host, 1,
+                          EP_RMA_SIGNAL_INC, true, &request) == EP_RMA_OK);
+  uint64_t *hostWord = (uint64_t *)(void *)(memory + 2 * BYTES);
+  while (__atomic_load_n(hostWord, __ATOMIC_ACQUIRE) != 1) CHECK(me->t->progress(me->ctx) == EP_RMA_OK);
+  for (int i = 0; i < BYTES; i++) CHECK(me->data[BYTES + i] == 90 + peer);
+  CHECK(finish(me, request) == 0);
   words[2] = 100; /* the next one is added to this */
   worldBarrier(me);
   CHECK(me->t->iputSignal(me->ctx, 0, 0, NULL, 0, 0, NULL, (uint32_t)peer, 16, resettable, 0, EP_RMA_SIGNAL_INC, true,
@@ -257,7 +264,7 @@ static int mixedBody(rankOf *me) {
   worldBarrier(me);
   CHECK(me->t->deregMrSym(me->coll, resettable) == EP_RMA_OK);
   CHECK(me->t->deregMrSym(me->coll, host) == EP_RMA_OK);
-  freeOf(memory, 2 * BYTES, HOST);
+  freeOf(memory, 2 * BYTES + 8, HOST);
   freeOf(words, 4096, GPU_PRIVATE);
   CHECK(worldWarnings == 0);
   return closeRank(me);
@@ -652,7 +659,9 @@ static int cudaFailsBody(rankOf *me) {
     me->ctx = NULL;
     if (signal && me->t->deregMrSym(me->coll, signal)) last = EP_RMA_CUDA_ERROR;
     if (window && me->t->deregMrSym(me->coll, window)) last = EP_RMA_CUDA_ERROR;
-    CHECK(me->t->closeColl(me->coll) == EP_RMA_OK);
+    epRmaResult closed = me->t->closeColl(me->coll);
+    CHECK(closed == EP_RMA_OK || closed == EP_RMA_CUDA_ERROR);
+    if (closed) last = closed;
     bool never = failCall(0) > 0;
     CHECK(alive() == 0);
     if (rc || last) CHECK(worldWarnings > warnings && (rc == EP_RMA_OK || rc == EP_RMA_CUDA_ERROR));
