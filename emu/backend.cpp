@@ -189,7 +189,7 @@ static ncclResult_t launch(epBackend *be, epKernel *k, const epLaunch *l, cudaSt
   op.name = kernelName(kernel->id);
   op.body = kernelBody(kernel->id, kernel->config, l->args, l->argBytes);
   op.together = kernel->id == EP_KERNEL_UPDATE || kernel->id == EP_KERNEL_HYBRID_UPDATE; // they alone have a
-                                                                                       // barrier of the grid
+                                                                                         // barrier of the grid
   op.blocks = l->blocks, op.threads = l->threads, op.sharedBytes = l->smemBytes;
   if (!op.body)
     return fail(ncclInternalError, "launch of %s with %zu bytes of arguments", op.name.c_str(), l->argBytes);
@@ -277,11 +277,10 @@ static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts
   return ncclSuccess;
 }
 
-static const epBackendOps ops = {
-    "emu",        destroy,      topology,      allGather,     alloc,       freeDevice,      allocMapped,
-    freeMapped,   windowCreate, windowDestroy, windowAddress, kernel,      launch,          fill,
-    copyToDevice, copyToHost,   synchronize,   isCapturing,   isDeviceAddress, relax,
-    ginCreate};
+static const epBackendOps ops = {"emu",           destroy,    topology,     allGather,     alloc,         freeDevice,
+                                 allocMapped,     freeMapped, windowCreate, windowDestroy, windowAddress, kernel,
+                                 launch,          fill,       copyToDevice, copyToHost,    synchronize,   isCapturing,
+                                 isDeviceAddress, relax,      ginCreate};
 
 epBackend *makeBackend(const std::shared_ptr<Fabric> &fabric, int rank) {
   Backend *b = new Backend;

@@ -29,7 +29,7 @@ GinPort *Engine::openGin(const GinPort &given) {
   u32 domains = u32(p->window.size());
   for (u32 i = 0; i < p->contexts * domains; i++) {
     GinQueue q{};
-    q.port = p, q.index = i, q.domain = i % domains, q.depth = SHALLOWEST << rng.below(DEPTHS);
+    q.port = p, q.index = i, q.domain = i % domains, q.depth = SHALLOWEST << (p->identity + i) % DEPTHS;
     p->queues.push_back(q);
   }
   return p;

@@ -28,10 +28,10 @@ struct GinPut {
 struct GinQueue {
   GinPort *port;
   u32 index, domain, depth;
-  u32 used = 0;   // puts and signals that have not arrived
-  u32 issued = 0; // puts
-  std::vector<GinPut *> puts;  // not settled
-  std::vector<GinStep *> held; // strong signals that wait for puts
+  u32 used = 0;                 // puts and signals that have not arrived
+  u32 issued = 0;               // puts
+  std::vector<GinPut *> puts;   // not settled
+  std::vector<GinStep *> held;  // strong signals that wait for puts
   std::vector<Fiber *> waiters; // for room
 };
 
@@ -39,8 +39,8 @@ struct GinQueue {
 // it. Queue q has two slots: 2 * q says that a source was read, 2 * q + 1 that a put has settled.
 struct GinPort {
   int rank = 0;
-  u32 contexts = 0, signals = 0, domain = 0;   // domain: its own
-  std::vector<u8 *> window, signal;            // by domain: of the rank of this one's index there
+  u32 contexts = 0, signals = 0, domain = 0; // domain: its own
+  std::vector<u8 *> window, signal;          // by domain: of the rank of this one's index there
   std::vector<size_t> windowBytes;
   u32 identity = 0;
   std::vector<GinQueue> queues; // [context][domain]

@@ -570,9 +570,9 @@ void Engine::checkResidency() {
     }
 }
 
-static const char *const stateNames[] = {"ready",    "warp collective",       "barrier",
-                                         "mbarrier", "polling global memory", "bulk wait_group",
-                                         "room in a GIN queue", "GIN flush"};
+static const char *const stateNames[] = {
+    "ready",           "warp collective",     "barrier",  "mbarrier", "polling global memory",
+    "bulk wait_group", "room in a GIN queue", "GIN flush"};
 static const char *const collectiveNames[] = {"shfl", "ballot", "match_any", "sync_warp"};
 
 // Who waits for what, threads that wait alike counted together.

@@ -36,6 +36,7 @@ struct Lab {
       fill(r, mine[r] + litmus::FLAG, 64);
       fill(r, ctr[r], WORDS);
     }
+    for (u32 r = 0; r < n; r++) gin.push_back(openGin(r));
     run(); // the hosts meet before they launch
     for (Stream &s : streams) hostKnown = engine.joiner.join(hostKnown, s.known);
   }
@@ -45,6 +46,21 @@ struct Lab {
   }
   u32 *words(const char *name, u32 r) {
     return reinterpret_cast<u32 *>(engine.memory.allocate(name, int(r), RegionKind::Device, WORDS * 4));
+  }
+  // Every rank is a domain; a window is the rank's `mine`, signals are there from its start.
+  GinPort *openGin(u32 r) {
+    while (signals.size() < ranks) {
+      u32 i = u32(signals.size());
+      signals.push_back(engine.memory.allocate("signals", int(i), RegionKind::Window, 64));
+    }
+    GinPort p;
+    p.rank = int(r), p.contexts = 2, p.signals = 2, p.domain = r;
+    for (u32 i = 0; i < ranks; i++) {
+      p.window.push_back(reinterpret_cast<u8 *>(mine[i]));
+      p.windowBytes.push_back(WORDS * 4);
+      p.signal.push_back(signals[i]);
+    }
+    return engine.openGin(p);
   }
   void fill(u32 r, u32 *p, u32 n) {
     StreamOp op(StreamOp::Fill);
@@ -66,6 +82,7 @@ struct Lab {
     a.rank = r, a.ranks = ranks, a.bug = bug;
     a.mine = mine[r], a.peer = mine[(r + 1) % ranks], a.out = out[r];
     for (u32 i = 0; i < ranks; i++) a.ctr[i] = ctr[i];
+    a.gin.comm = reinterpret_cast<uintptr_t>(gin[r]);
     return a;
   }
   bool run() {
@@ -89,6 +106,8 @@ struct Lab {
   KnownRef hostKnown;
   std::vector<Stream> streams;
   std::vector<u32 *> mine, out, ctr;
+  std::vector<u8 *> signals;
+  std::vector<GinPort *> gin;
 };
 
 typedef void (*Kernel)(const litmus::Args &);
@@ -219,6 +238,27 @@ static void testGrid(void **) {
     found += lab.reported("[block not resident]");
   }
   assert_true(found * 6 > seeds());
+}
+
+static bool networkRight(Lab &lab, u32 r) {
+  for (u32 i = 0; i < 64; i++)
+    if (lab.out[r][i] != 3000 + 100 * ((r + lab.ranks - 1) % lab.ranks) + i) return false;
+  return true;
+}
+
+static void testNetwork(void **) {
+  clean(litmus::network, 0, 3, 1, 32, networkRight);
+  clean(litmus::network, 10, 2, 1, 32, networkRight);
+  caught(litmus::network, 1, "no strong signal after the put", 2, 1, 32);
+  caught(litmus::network, 2, "[data race]", 2, 1, 32);
+  caught(litmus::network, 3, "no strong signal after the put", 2, 1, 32);
+  caught(litmus::network, 4, "no flush of the put's context", 2, 1, 32);
+  caught(litmus::network, 5, "[data race]", 2, 1, 32);
+  caught(litmus::network, 6, "[data race]", 2, 1, 32);
+  caught(litmus::network, 7, "[out of bounds]", 2, 1, 32);
+  caught(litmus::network, 8, "[misuse]", 2, 1, 32);
+  caught(litmus::network, 9, "[data race]", 2, 1, 32);
+  caught(litmus::network, 11, "[out of bounds]", 2, 1, 32);
 }
 
 static void testExecution(void **) {
@@ -439,10 +479,11 @@ static void testNumbers(void **) {
 
 int main() {
   const CMUnitTest tests[] = {
-      cmocka_unit_test(testMessage), cmocka_unit_test(testBulk),         cmocka_unit_test(testCredit),
-      cmocka_unit_test(testGrid),    cmocka_unit_test(testExecution),    cmocka_unit_test(testStreams),
-      cmocka_unit_test(testFreed),   cmocka_unit_test(testNoWeakMemory), cmocka_unit_test(testSparse),
-      cmocka_unit_test(testThreads), cmocka_unit_test(testMissingRank),  cmocka_unit_test(testNumbers),
+      cmocka_unit_test(testMessage), cmocka_unit_test(testBulk),    cmocka_unit_test(testCredit),
+      cmocka_unit_test(testGrid),    cmocka_unit_test(testNetwork), cmocka_unit_test(testExecution),
+      cmocka_unit_test(testStreams), cmocka_unit_test(testFreed),   cmocka_unit_test(testNoWeakMemory),
+      cmocka_unit_test(testSparse),  cmocka_unit_test(testThreads), cmocka_unit_test(testMissingRank),
+      cmocka_unit_test(testNumbers),
   };
   return cmocka_run_group_tests_name("emu_prims", tests, nullptr, nullptr);
 }

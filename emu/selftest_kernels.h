@@ -1,7 +1,9 @@
 // Small kernels, each one idea of the memory or execution model, with the misuse that the emulator must report.
 // `bug` 0 is the correct text.
 #pragma once
-#include "prim_host.h"
+#include "hybrid_layout.h"
+
+#include "gin_host.h"
 
 namespace litmus {
 
@@ -12,6 +14,7 @@ struct Args {
   uint32_t *mine, *peer, *out; // memory of this rank, of the next one, and a result area of this rank
   uint32_t *ctr[8];            // a counter on each rank
   uint64_t timeoutNs;
+  epGin gin; // every rank is a domain of its own; `mine` are the windows
 };
 
 static const uint32_t FLAG = 1024, ROW = 0; // words of `mine` and `peer`
@@ -218,6 +221,40 @@ inline void execution(const Args &a) {
       if (a.bug == 5 && l == 30) f = ld_acquire_sys(a.ctr[a.rank] + 20);
       done = ballot(FULL, f == 1) == FULL;
     } while (!done);
+  }
+}
+
+// Rows to the next domain by puts, a strong signal after them, and a credit back; three rounds through one place.
+// 1: a weak signal; 2: the signal before the puts; 3: the signal on another context; 4: the source rewritten without flush;
+// 5: no wait for the credit; 6: no wait for the signal; 7: a put past the end; 8: a put to the own domain; 9: the source
+// written by other lanes without sync; 10 (legal): more puts than a queue holds; 11: a signal that is not there
+inline void network(const Args &a) {
+  const uint32_t SEND = 0, LAND = 512, WORDS = 64, last = 4 * 8192;
+  uint32_t l = lane(), next = (a.rank + 1) % a.ranks, previous = (a.rank + a.ranks - 1) % a.ranks;
+  uint32_t pieces = a.bug == 10 ? 32 : 2, each = 4 * WORDS / pieces;
+  if (tid() >= 32) return;
+  for (uint32_t round = 1; round <= 3; round++) {
+    for (uint32_t i = l; i < WORDS; i += 32) stg<uint32_t>(a.mine + SEND + i, 1000 * round + 100 * a.rank + i);
+    if (a.bug != 9) sync_warp();
+    if (l == 0) {
+      while (a.bug != 5 && gin_read(a.gin, 1) < round - 1) nanosleep(20);
+      if (a.bug == 2) gin_signal(a.gin, 0, next, 0, 1);
+      for (uint32_t i = 0; i < pieces; i++)
+        gin_put(a.gin, 0, a.bug == 8 ? a.rank : next, 4 * LAND + i * each, a.bug == 7 ? last - 64 : i * each, each);
+      if (a.bug == 1)
+        gin_signal_weak(a.gin, 0, next, 0, 1);
+      else if (a.bug != 2)
+        gin_signal(a.gin, a.bug == 3, next, a.bug == 11 ? 99 : 0, 1);
+      while (a.bug != 6 && gin_read(a.gin, 0) < round) nanosleep(20);
+    }
+    sync_warp();
+    for (uint32_t i = l; i < WORDS; i += 32) stg<uint32_t>(a.out + i, ldg<uint32_t>(a.mine + LAND + i));
+    sync_warp();
+    if (l == 0) {
+      gin_signal_weak(a.gin, 1, previous, 1, 1);
+      if (a.bug != 4) gin_flush(a.gin, 0);
+    }
+    sync_warp();
   }
 }
 

@@ -120,8 +120,7 @@ void Engine::reportRace(Region *, const u8 *addr, Word *w, bool isWrite, bool ag
     for (auto &x : cur->block->relaxedFlags)
       if (x.first == identityOf(actor)) flag = x.second;
     if (id.nic && !againstReader)
-      line += seen ? ": no strong signal after the put, on its context and peer, was acquired"
-                   : ": no signal of its rank was acquired";
+      line += ": no strong signal after the put, on its context and peer, was acquired";
     else if (id.nic)
       line += ": no flush of the put's context before this write";
     else if (againstReader)

@@ -89,9 +89,10 @@ void epHybridBufferSize(const epTopology *t, const epShape *shape, ncclEpBufferS
   sizes->flag_bytes = w.meta - h.railTails;
   sizes->metadata_bytes = w.stage - w.meta;
   sizes->staging_bytes = w.bytes - w.stage;
-  sizes->handle_bytes = epHybridRecordOf(
-      epRecordLayoutOf(shape->ranks, shape->experts, shape->topk, shape->maxTokens).bytes, domains, shape->topk,
-      shape->maxTokens).bytes;
+  sizes->handle_bytes =
+      epHybridRecordOf(epRecordLayoutOf(shape->ranks, shape->experts, shape->topk, shape->maxTokens).bytes, domains,
+                       shape->topk, shape->maxTokens)
+          .bytes;
   sizes->scratch_bytes = epAlignUp(scratch + sizeof(epHybridState), EP_SECTION_ALIGN);
   sizes->gin_contexts = h.contexts;
   sizes->gin_signals = epSignalCount(domains, h.channels);

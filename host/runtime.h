@@ -44,8 +44,8 @@ struct ncclEpGroup {
   epWindowLayout windowLayout;
   epScratchLayout scratchLayout;
   epHybridGroup hybrid; /* of several scale-up domains */
-  unsigned sms;    /* that a kernel may use */
-  uint32_t budget; /* rows of an output; 0: eager */
+  unsigned sms;         /* that a kernel may use */
+  uint32_t budget;      /* rows of an output; 0: eager */
 
   epWindow *window;
   void *windowTable;     /* device: R window addresses */
