@@ -11,7 +11,7 @@
 #ifndef EP_DEVICE_HYBRID_COMBINE_H_
 #define EP_DEVICE_HYBRID_COMBINE_H_
 
-#include "hybrid.h"
+#include "rail.h"
 #include "numbers.h"
 
 /* A token as one domain holds it: one row a rank, entering at lanes `ranks` in ascending k; this rank's own is made from its

@@ -12,7 +12,7 @@
 #define EP_DEVICE_HYBRID_DISPATCH_H_
 
 #include "dispatch.h"
-#include "hybrid.h"
+#include "rail.h"
 
 /* One token on its way: lane k has its k-th choice. */
 struct epToken {

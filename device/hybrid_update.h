@@ -10,7 +10,7 @@
 #ifndef EP_DEVICE_HYBRID_UPDATE_H_
 #define EP_DEVICE_HYBRID_UPDATE_H_
 
-#include "hybrid.h"
+#include "rail.h"
 #include "update.h"
 
 DEV epHybridState *ep_hybrid_state(const epGroupArgs &g, const epHybridGroup &h) {

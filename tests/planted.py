@@ -20,11 +20,11 @@ CAUSES = {
     "no-grid-barrier": r"data race\] update",
     "wait-unscheduled": r"block not resident\]",
     "gin-signal-first": r"data race\] hybrid_.*GIN.*no strong signal after the put|"
-                        r"data race\] hybrid_.*\(hybrid\.h:\d+\) writes window.*raised before this write",
+                        r"data race\] hybrid_.*\(rail\.h:\d+\) writes window.*raised before this write",
     "gin-weak": r"data race\] hybrid_.*reads window.*no strong signal after the put",
     "gin-wrong-tail": r"data race\] hybrid_.*reads window.*no strong signal after the put",
     "no-forward-fence": r"data race\] hybrid_dispatch.*reads window.*of rank \d+'s GIN",
-    "gin-slot-early": r"data race\] hybrid_.*\(hybrid\.h:\d+\) writes window",
+    "gin-slot-early": r"data race\] hybrid_.*\(rail\.h:\d+\) writes window",
 }
 # Faults of hybrid kernels need two domains, and rows so long that a channel has several chunks.
 HYBRID = ["gin-signal-first", "gin-weak", "gin-wrong-tail", "no-forward-fence", "gin-slot-early"]

@@ -1,6 +1,5 @@
-/* Compiles a kernel that uses NCCL's device functions with each embedded header set, our prelude and shims, for all
- * targets. Needs NVRTC and CUDA's own headers, which are not
- * embedded. */
+/* Compiles a kernel that uses NCCL's device functions, and the kernels of several scale-up domains, with each embedded header
+ * set, our prelude and shims. Needs NVRTC and CUDA's own headers, which are not embedded. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -14,7 +13,11 @@
 
 #include "bundle.h"
 #include "compile.h"
+#include "cuda_targets.h"
 #include "fail.h"
+#include "hybrid.h"
+#include "jit.h"
+#include "source.h"
 
 static const char source[] =
     "#include \"nccl_prelude.h\"\n"
@@ -42,45 +45,81 @@ static int findCudaHeaders(void) {
   return 0;
 }
 
-static void headerSets(void **state) {
-  static const int archs[] = {80, 90, 100, 120};
+/* 1 after telling what did not compile, or spilled. */
+static int compileOne(const char *name, const char *text, const epBundle *nccl, int sm) {
   char include[600], cccl[600], arch[40];
-  int bad = 0;
-  (void)state;
+  epCompiled compiled;
+  epCompileJob job;
+  int bad;
+  memset(&job, 0, sizeof(job));
   snprintf(include, sizeof(include), "--include-path=%s", cudaInclude);
   snprintf(cccl, sizeof(cccl), "--include-path=%s/cccl", cudaInclude);
-  for (int s = 0; s < epNcclBundleCount; s++) {
-    for (size_t a = 0; a < sizeof(archs) / sizeof(archs[0]); a++) {
-      epCompiled compiled;
-      epCompileJob job;
-      memset(&job, 0, sizeof(job));
-      snprintf(arch, sizeof(arch), "--gpu-architecture=sm_%d", archs[a]);
-      job.name = "nccl";
-      job.source = source;
-      job.bundles[0] = &epNcclBundles[s];
-      job.bundles[1] = &epNcclPreludeBundle;
-      job.bundles[2] = &epNcclShimBundle;
-      const char *options[] = {
-          arch,    "--std=c++17", "--device-as-default-execution-space", "-diag-suppress=1866", "--ptxas-options=-v",
-          include, cccl};
-      memcpy(job.options, options, sizeof(options));
-      job.optionCount = sizeof(options) / sizeof(options[0]);
-      ncclResult_t r = epCompile(nvrtc, &job, &compiled);
-      if (r != ncclSuccess) {
-        printf("  NCCL %s sm_%d: %s\n", epNcclBundles[s].version, archs[a], epLastError());
-        bad++;
-        continue;
-      }
-      printf("  NCCL %s sm_%d: %zu bytes, %d registers\n", epNcclBundles[s].version, archs[a], compiled.bytes,
-             compiled.usage.registers);
-      epCompiledFree(&compiled);
-    }
+  snprintf(arch, sizeof(arch), "--gpu-architecture=sm_%d", sm);
+  job.name = name;
+  job.source = text;
+  job.bundles[0] = &epKernelBundle;
+  job.bundles[1] = nccl;
+  job.bundles[2] = &epNcclPreludeBundle;
+  job.bundles[3] = &epNcclShimBundle;
+  const char *options[] = {
+      arch,    "--std=c++17", "--device-as-default-execution-space", "-diag-suppress=1866", "--ptxas-options=-v",
+      include, cccl};
+  memcpy(job.options, options, sizeof(options));
+  job.optionCount = sizeof(options) / sizeof(options[0]);
+  if (epCompile(nvrtc, &job, &compiled) != ncclSuccess) {
+    printf("  NCCL %s sm_%d: %s\n", nccl->version, sm, epLastError());
+    return 1;
   }
+  printf("  NCCL %s sm_%d: %s: %zu bytes, %d registers, %d bytes spilled\n", nccl->version, sm, name, compiled.bytes,
+         compiled.usage.registers, compiled.usage.spillBytes);
+  bad = compiled.usage.spillBytes != 0;
+  epCompiledFree(&compiled);
+  return bad;
+}
+
+static void headerSets(void **state) {
+  static const int archs[] = {80, 90, 100, 120};
+  int bad = 0;
+  (void)state;
+  for (int s = 0; s < epNcclBundleCount; s++)
+    for (size_t a = 0; a < sizeof(archs) / sizeof(archs[0]); a++)
+      bad += compileOne("nccl", source, &epNcclBundles[s], archs[a]);
+  assert_int_equal(bad, 0);
+}
+
+/* The library's own kernels, over GIN. */
+static void hybridKernels(void **state) {
+  static const int sm = 90;
+  epTopology topology;
+  int bad = 0;
+  (void)state;
+  for (int s = 0; s < epNcclBundleCount; s++)
+    for (int i = EP_KERNEL_UPDATE; i <= EP_KERNEL_COMBINE; i++) {
+      int id = i;
+      epConfig c;
+      epGrid grid;
+      char *text;
+      assert_int_equal(epCudaTarget(sm, &topology), ncclSuccess);
+      topology.ranks = 16, topology.scaleUpRanks = 8, topology.scaleOutRanks = 2;
+      memset(&c, 0, sizeof(c));
+      c.ranks = 16, c.experts = 256, c.topk = 8, c.layout = EP_LAYOUT_KIND_EXPERT_MAJOR;
+      if (id == EP_KERNEL_UPDATE) {
+        c.indexBytes = 8;
+        assert_int_equal(epPolicyUpdate(&topology, 132, 4096, &c, &grid), ncclSuccess);
+      } else {
+        c.rowBytes = 14336, c.weights = id == EP_KERNEL_DISPATCH, c.dtype = EP_DTYPE_BF16;
+        assert_int_equal(epPolicyMove("test", &topology, 132, id, &c, &grid), ncclSuccess);
+      }
+      id = epHybridKernel(id, &c);
+      assert_int_equal(epJitSource(id, &c, sm, &text), ncclSuccess);
+      bad += compileOne(epJitEntryName(id), text, &epNcclBundles[s], sm);
+      free(text);
+    }
   assert_int_equal(bad, 0);
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(headerSets)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(headerSets), cmocka_unit_test(hybridKernels)};
   if (epNcclBundleCount == 0) {
     printf("skipped: no NCCL device headers were found when this was built\n");
     return 77;

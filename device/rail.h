@@ -1,7 +1,7 @@
 /* What hybrid kernels share: who is where, waits for signals and tails, credits before staging is written, tails behind
  * rows, and the end of an operation. Rows are moved by plain loads and stores of 16 bytes. */
-#ifndef EP_DEVICE_HYBRID_H_
-#define EP_DEVICE_HYBRID_H_
+#ifndef EP_DEVICE_RAIL_H_
+#define EP_DEVICE_RAIL_H_
 
 #include "gin.h"
 #include "rows.h"
