@@ -177,22 +177,21 @@ static epRmaResult dial(meeting *all, uint32_t rank, uint32_t index) {
   const epRmaHandle *to = &all->handles[rank];
   epRmaPeer *peer = all->coll->peers[rank];
   const epRmaSettings *settings = &all->coll->settings;
-  struct sockaddr_storage address, own = {0};
+  struct sockaddr_storage address, from = {0};
   struct sockaddr_un local;
-  unsigned there = index % to->addresses;
-  epRmaHandleAddress(to, there, &address);
+  /* Interface i of the one with interface i of the other, as far as both have them. */
+  unsigned own = (unsigned)settings->interfaceCount, pairs = own < to->addresses ? own : to->addresses;
+  epRmaHandleAddress(to, index % pairs, &address);
   int fd = socket(peer->local ? AF_UNIX : address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error;
   if (fd < 0) goto fail;
   if (peer->local) {
     error = connect(fd, (struct sockaddr *)&local, epRmaUnixName(to->name, &local));
   } else {
-    /* From one of our named interfaces, whatever the routes say: the same place in the list where families agree. */
-    for (int i = 0; i < settings->interfaceCount; i++) {
-      own = settings->interfaces[((int)index + i) % settings->interfaceCount].address;
-      if (own.ss_family == address.ss_family) break;
-    }
-    if (own.ss_family != address.ss_family) errno = EAFNOSUPPORT;
-    if (own.ss_family != address.ss_family || bind(fd, (struct sockaddr *)&own, epRmaAddressBytes(&own)) != 0)
+    /* From a named interface, whatever the routes say. */
+    from = settings->interfaces[index % pairs].address;
+    for (unsigned i = 0; i < own && from.ss_family != address.ss_family; i++) from = settings->interfaces[i].address;
+    if (from.ss_family != address.ss_family) errno = EAFNOSUPPORT;
+    if (from.ss_family != address.ss_family || bind(fd, (struct sockaddr *)&from, epRmaAddressBytes(&from)) != 0)
       goto fail;
     error = connect(fd, (struct sockaddr *)&address, epRmaAddressBytes(&address));
   }

@@ -263,9 +263,9 @@ static bool writeText(const char *path, const char *text) {
   return ok;
 }
 
-/* Two namespaces, and a cable with 10.91.7.1 and 10.91.7.2 at its ends. */
+/* Two namespaces, and two cables: ep0 10.91.7.1 to ep1 10.91.7.2, fp0 10.91.8.1 to fp1 10.91.8.2. */
 static bool twoNamespaces(int fds[2]) {
-  char text[64];
+  char text[128];
   unsigned uid = getuid(), gid = getgid();
   if (unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0) return false;
   snprintf(text, sizeof(text), "0 %u 1", uid);
@@ -281,12 +281,17 @@ static bool twoNamespaces(int fds[2]) {
   if (keeper < 0) return false;
   if (keeper == 0) {
     bool ok = setns(fds[0], CLONE_NEWNET) == 0;
-    while (ok && system("ip addr add 10.91.7.1/24 dev ep0 2>/dev/null") != 0) usleep(20000);
-    _exit(ok && system("ip link set lo up && ip link set ep0 up") == 0 ? 0 : 1);
+    while (ok && system("ip addr add 10.91.8.1/24 dev fp0 2>/dev/null") != 0) usleep(20000);
+    _exit(ok && system("ip addr add 10.91.7.1/24 dev ep0 && ip link set lo up && ip link set ep0 up && "
+                       "ip link set fp0 up") == 0
+              ? 0
+              : 1);
   }
-  snprintf(text, sizeof(text), "ip link set ep0 netns %d", (int)keeper);
-  bool ok = system("ip link add ep1 type veth peer name ep0") == 0 && system(text) == 0 &&
-            system("ip addr add 10.91.7.2/24 dev ep1 && ip link set lo up && ip link set ep1 up") == 0;
+  snprintf(text, sizeof(text), "ip link set ep0 netns %d && ip link set fp0 netns %d", (int)keeper, (int)keeper);
+  bool ok = system("ip link add ep1 type veth peer name ep0 && ip link add fp1 type veth peer name fp0") == 0 &&
+            system(text) == 0 &&
+            system("ip addr add 10.91.7.2/24 dev ep1 && ip addr add 10.91.8.2/24 dev fp1 && ip link set lo up && "
+                   "ip link set ep1 up && ip link set fp1 up") == 0;
   int status = 1;
   if (!ok) kill(keeper, SIGKILL);
   waitpid(keeper, &status, 0);
