@@ -327,7 +327,9 @@ static epRmaResult queryLastError(void *rmaCtx, bool *hasError) {
   NEED(rmaCtx);
   NEED(hasError);
   epRmaColl *coll = ((epRmaContext *)rmaCtx)->coll;
+  coll->wanted++;
   pthread_mutex_lock(&coll->mutex);
+  coll->wanted--;
   *hasError = coll->error != EP_RMA_OK;
   pthread_mutex_unlock(&coll->mutex);
   return EP_RMA_OK;
