@@ -324,6 +324,7 @@ static epRmaResult progress(void *rmaCtx) {
 }
 
 static epRmaResult queryLastError(void *rmaCtx, bool *hasError) {
+  /* NCCL 2.30.4 hands over its own context instead: that, too, begins with the communicator. */
   NEED(rmaCtx);
   NEED(hasError);
   epRmaColl *coll = ((epRmaContext *)rmaCtx)->coll;
@@ -337,6 +338,7 @@ static epRmaResult queryLastError(void *rmaCtx, bool *hasError) {
 
 EP_RMA_EXPORT extern const epRmaTable14 ncclRmaPlugin_v14;
 EP_RMA_EXPORT extern const epRmaTable13 ncclRmaPlugin_v13;
+EP_RMA_EXPORT extern const epRmaTable13 ncclGinPlugin_v13;
 
 /* The versions differ in four calls. */
 #define TABLE(create, reg, regDmaBuf, putSignal)                                                               \
@@ -347,6 +349,8 @@ EP_RMA_EXPORT extern const epRmaTable13 ncclRmaPlugin_v13;
   }
 const epRmaTable14 ncclRmaPlugin_v14 = TABLE(createContext, regMrSym, regMrSymDmaBuf, iputSignal);
 const epRmaTable13 ncclRmaPlugin_v13 = TABLE(createContext13, regMrSym13, regMrSymDmaBuf13, iputSignal13);
+/* The same by the name that NCCL 2.30.3 and 2.30.4 look up. */
+const epRmaTable13 ncclGinPlugin_v13 = TABLE(createContext13, regMrSym13, regMrSymDmaBuf13, iputSignal13);
 
 /* Twenty calls behind a name, and what NCCL's own structs measure. */
 _Static_assert(sizeof(epRmaTable14) == 21 * sizeof(void *) && sizeof(epRmaTable13) == 21 * sizeof(void *), "tables");

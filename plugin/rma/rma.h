@@ -91,7 +91,7 @@ struct epRmaLane {
 };
 
 struct epRmaContext {
-  epRmaColl *coll;
+  epRmaColl *coll; /* stays the first: see queryLastError */
   epRmaContext *next;
   int count;
   int first; /* number of its first context in the communicator */

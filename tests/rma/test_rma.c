@@ -872,10 +872,11 @@ static void arguments(void **state) {
 
 /* The older table is the same provider. */
 static int olderBody(rankOf *me) {
-  const epRmaTable13 *t = worldTable13();
+  const epRmaTable13 *t = worldTable13("ncclRmaPlugin_v13"), *gin = worldTable13("ncclGinPlugin_v13");
   void *ginWindow = NULL, *ctx = NULL, *request = NULL;
   epRmaDeviceHandle *device = NULL;
-  CHECK(t && openRank(me, 1, 4096) == 0);
+  CHECK(t && gin && memcmp(t, gin, sizeof(*t)) == 0);
+  CHECK(openRank(me, 1, 4096) == 0);
   epRmaConfig13 config = {4, 0, 2, 64, 0};
   CHECK(t->createContext(me->coll, &config, &ctx, &device) == EP_RMA_OK);
   CHECK(device && device->netDeviceType == EP_RMA_DEVICE_GIN_PROXY && device->needsProxyProgress == 1);
@@ -888,6 +889,9 @@ static int olderBody(rankOf *me) {
   CHECK(finish(me, request) == 0);
   CHECK(waitSignal(me, 1, 4) == 0);
   CHECK(me->data[100] == 3 + 1 - me->rank);
+  void *theirs[] = {me->coll, NULL}; /* NCCL 2.30.4's own context, as it begins */
+  bool failed = true;
+  CHECK(t->queryLastError(theirs, &failed) == EP_RMA_OK && !failed);
   CHECK(t->destroyContext(ctx) == EP_RMA_OK);
   return closeRank(me);
 }

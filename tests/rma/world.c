@@ -41,7 +41,7 @@ static const void *symbolOf(const char *name) {
   return lib ? dlsym(lib, name) : NULL;
 }
 const epRmaTable14 *worldTable14(void) { return symbolOf("ncclRmaPlugin_v14"); }
-const epRmaTable13 *worldTable13(void) { return symbolOf("ncclRmaPlugin_v13"); }
+const epRmaTable13 *worldTable13(const char *symbol) { return symbolOf(symbol); }
 const void *worldFake(const char *symbol) {
   void *lib = dlopen("libcuda.so.1", RTLD_NOW);
   return lib ? dlsym(lib, symbol) : NULL;

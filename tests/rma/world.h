@@ -54,7 +54,7 @@ void worldBarrier(rankOf *me);
 extern _Atomic int worldWarnings;
 extern char worldLastWarning[512];
 const epRmaTable14 *worldTable14(void);
-const epRmaTable13 *worldTable13(void);
+const epRmaTable13 *worldTable13(const char *symbol);
 const void *worldFake(const char *symbol); /* of the CUDA driver that is none */
 
 unsigned rollOf(rankOf *me);
