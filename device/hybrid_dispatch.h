@@ -128,14 +128,15 @@ template <class C> DEV void ep_hybrid_forwarder(const C c, const epHybridDispatc
       for (uint32_t u = 0; u < w.ups; u++)
         p::st_relaxed_sys(ep_tail_word(g, h, w, u, w.up, o, channel), tail);
     }
-    if (done || ep_give_up(g, start, round, EP_PHASE_DISPATCH_ROWS, peer, (uint32_t)want, (uint32_t)seen))
+    if (done || ep_give_up(g, start, round, EP_PHASE_DISPATCH_ROWS, peer, gen, ep_told(seen, EP_TAIL_ROLL)))
       return;
   }
 }
 
 /* ---- Epilogue ----------------------------------------------------------------------------------------------------- */
 
-/* Whole warp: row j of source s is there; where, and false: gave up. */
+/* Whole warp: the row of token t of source s is there; where, and false: gave up. A rank of another domain is waited for where
+ * its rows come to this one. */
 template <class C>
 DEV bool ep_hybrid_ready(const C c, const epHybridDispatchArgs &a, const epPlace &w, uint32_t s, uint32_t t, uint32_t gen,
                          const uint8_t **row) {
@@ -156,7 +157,7 @@ DEV bool ep_hybrid_ready(const C c, const epHybridDispatchArgs &a, const epPlace
   if (p::lane() == 0 && c.bug != EP_BUG_SKIP_WAIT) {
     const uint64_t *tail = ep_tail_word(g, h, w, w.up, u, o, chunk % h.layout.channels);
     ok = ep_wait_value(g, [&] { return p::ld_acquire_sys(tail); }, epTailOf(gen, chunk / h.layout.channels + 1),
-                       EP_TAIL_ROLL, EP_PHASE_DISPATCH_ROWS, s);
+                       EP_TAIL_ROLL, EP_PHASE_DISPATCH_ROWS, w.domain * w.ups + u);
   }
   ok = p::shfl(p::FULL, ok, 0);
   p::sync_warp();

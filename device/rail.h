@@ -26,6 +26,11 @@ DEV bool ep_reached(uint64_t value, uint64_t want, uint32_t bits) {
   return ((value - want) & mask) <= mask >> 1;
 }
 
+/* What a report says of a tail, as of a generation: operations that are complete, or must be. */
+DEV uint32_t ep_told(uint64_t value, uint32_t bits) {
+  return (uint32_t)(bits == EP_TAIL_ROLL ? value >> EP_TAIL_BITS : value);
+}
+
 /* Waits until `read`, an acquire, has come to `want` in the given bits. */
 template <class F>
 DEV bool ep_wait_value(const epGroupArgs &g, F read, uint64_t want, uint32_t bits, uint32_t phase, uint32_t peer) {
@@ -36,7 +41,7 @@ DEV bool ep_wait_value(const epGroupArgs &g, F read, uint64_t want, uint32_t bit
       return true;
     if (round == 0)
       start = p::globaltimer();
-    if (ep_give_up(g, start, round, phase, peer, (uint32_t)want, (uint32_t)seen))
+    if (ep_give_up(g, start, round, phase, peer, ep_told(want - 1, bits) + 1, ep_told(seen, bits)))
       return false;
   }
 }

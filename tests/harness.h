@@ -15,7 +15,7 @@
 typedef struct epTestRank epTestRank;
 
 /* ---- Worlds ---------------------------------------------------------------------------------------------------------
- */
+ * EP_TEST_DOMAINS in the environment: so many scale-up domains, for worlds whose ranks it divides. */
 
 typedef struct epTestWorld {
   int ranks;

@@ -60,6 +60,13 @@ static void joinAll(pthread_t *threads, int n, unsigned seconds) {
     }
 }
 
+/* EP_TEST_DOMAINS: into how many scale-up domains worlds are divided whose ranks allow it. */
+static int domainsOf(int ranks) {
+  const char *wanted = getenv("EP_TEST_DOMAINS");
+  int domains = wanted ? atoi(wanted) : 1;
+  return domains > 1 && ranks % domains == 0 ? domains : 1;
+}
+
 unsigned epWorldTry(epTestWorld *world, void (*body)(epTestRank *me), char *text, size_t textBytes) {
   int n = world->ranks;
   ncclComm_t comms[EP_TEST_MAX_RANKS] = {0};
@@ -70,7 +77,7 @@ unsigned epWorldTry(epTestWorld *world, void (*body)(epTestRank *me), char *text
   text[0] = 0, world->faults = 0, world->report[0] = 0;
   ncclEpEmuOptions_t options = NCCL_EP_EMU_OPTIONS_INIT;
   options.seed = world->seed, options.num_sms = world->sms, options.bug = world->bug;
-  if (!ranks || ncclEpEmuCommInitAll(comms, 1, n, &options) != ncclSuccess) {
+  if (!ranks || ncclEpEmuCommInitAll(comms, domainsOf(n), n / domainsOf(n), &options) != ncclSuccess) {
     snprintf(text, textBytes, "no emulated communicators: %s", ncclEpGetLastErrorString());
     free(ranks);
     return 1;

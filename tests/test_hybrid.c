@@ -1,0 +1,132 @@
+/* Groups of several scale-up domains: what they are and ask for, and ranks of one domain that stay away: whoever waits for
+ * them, across the network or behind a forwarder, is told. What other tests cover runs with EP_TEST_DOMAINS, too. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "harness.h"
+
+static const epCase base = {.ranks = 4,
+                            .experts = 20,
+                            .topk = 3,
+                            .hidden = 64,
+                            .maxTokens = 8,
+                            .layout = NCCL_EP_LAYOUT_EXPERT_MAJOR,
+                            .type = ncclBfloat16};
+
+/* ---- What a group is ---------------------------------------------------------------------------------------------------- */
+
+static void propertiesBody(epTestRank *me) {
+  ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
+  ncclEpGroupProperties_t p = NCCL_EP_GROUP_PROPERTIES_INIT;
+  ncclEpBufferSizeConfig_t sizing = NCCL_EP_BUFFER_SIZE_CONFIG_INIT;
+  ncclEpBufferSize_t sizes = NCCL_EP_BUFFER_SIZE_INIT;
+  ncclEpGroup_t none = NULL;
+  epGroupConfigOf(&base, &config);
+  config.algorithm = NCCL_EP_ALGO_LOW_LATENCY;
+  EXPECT_ERROR(me, ncclEpCreateGroup(&none, me->comm, &config), ncclInvalidUsage, "scale-up domains|low latency");
+  epGroupMake(me, &base);
+  if (!me->group) return;
+  sizing.num_experts = base.experts, sizing.max_tokens = base.maxTokens, sizing.hidden = base.hidden;
+  sizing.top_k = base.topk, sizing.datatype = base.type;
+  EXPECT_OK(me, ncclEpGetGroupProperties(me->group, &p));
+  EXPECT_OK(me, ncclEpCalculateBufferSize(me->comm, &sizing, &sizes));
+  EXPECT(me, p.hybrid == 1 && p.scale_out_ranks == 2 && p.scale_up_ranks == 2 && p.scale_out_rank == me->rank / 2,
+         "hybrid %d, %d x %d, rank %d of %d", p.hybrid, p.scale_out_ranks, p.scale_up_ranks, p.scale_out_rank,
+         p.scale_up_rank);
+  EXPECT(me, sizes.window_bytes == p.window_bytes && sizes.scratch_bytes == p.scratch_bytes,
+         "window %zu and %zu, scratch %zu and %zu", sizes.window_bytes, p.window_bytes, sizes.scratch_bytes,
+         p.scratch_bytes);
+  EXPECT(me, sizes.window_bytes == sizes.count_bytes + sizes.metadata_bytes + sizes.flag_bytes + sizes.staging_bytes,
+         "%zu bytes are not the sum of their parts", sizes.window_bytes);
+  EXPECT(me, p.gin_contexts && p.gin_contexts == sizes.gin_contexts && p.queue_pairs == p.gin_contexts,
+         "%u and %u contexts, %u queue pairs to one peer", p.gin_contexts, sizes.gin_contexts, p.queue_pairs);
+  EXPECT(me, p.gin_signals > 6 && p.gin_signals == sizes.gin_signals, "%u and %u signals", p.gin_signals,
+         sizes.gin_signals);
+  epGroupFree(me);
+}
+
+static void propertiesTellWhatIsAsked(void **state) {
+  (void)state;
+  epTestWorld world = {.ranks = 4, .seed = 1};
+  epWorldRun(&world, propertiesBody);
+}
+
+/* ---- Ranks that stay away ----------------------------------------------------------------------------------------------- */
+
+typedef struct awayCase {
+  const epRound *round;
+  int absent, combine; /* combine: away from it, else from dispatch */
+} awayCase;
+
+static void moveUnchecked(epTestRank *me, epRun *run, int combine) {
+  const epCase *c = run->round->c;
+  uint32_t tokens = run->round->tokens[me->rank];
+  epTestTensor x = {0}, w = {0}, out = {0}, outW = {0};
+  epTensorMake(me, &x, c->type, 2, tokens, c->hidden, "tokens");
+  epTensorMake(me, &w, ncclFloat32, 2, tokens, c->topk, "weights");
+  epTensorMake(me, &out, c->type, 2, 128, c->hidden, "rows");
+  epTensorMake(me, &outW, ncclFloat32, 1, 128, 0, "row weights");
+  if (combine) {
+    ncclEpCombineInputs_t in = NCCL_EP_COMBINE_INPUTS_INIT;
+    ncclEpCombineOutputs_t sums = NCCL_EP_COMBINE_OUTPUTS_INIT;
+    in.tokens = &out.t, sums.tokens = &x.t;
+    EXPECT_OK(me, ncclEpCombine(run->handle, &in, &sums, NULL, NULL));
+  } else {
+    ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+    ncclEpDispatchOutputs_t rows = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+    in.tokens = &x.t, in.topk_weights = &w.t, rows.tokens = &out.t, rows.topk_weights = &outW.t;
+    EXPECT_OK(me, ncclEpDispatch(run->handle, &in, &rows, NULL, NULL, NULL));
+  }
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  epTensorFree(me, &x), epTensorFree(me, &w), epTensorFree(me, &out), epTensorFree(me, &outW);
+}
+
+static void awayBody(epTestRank *me) {
+  const awayCase *away = me->arg;
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  epRun run = {0};
+  epGroupMake(me, away->round->c);
+  if (!me->group) return;
+  epRunUpdate(me, &run, away->round);
+  if (away->combine) epRunDispatch(me, &run);
+  if (me->rank != away->absent) {
+    moveUnchecked(me, &run, away->combine);
+    EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+    EXPECT(me, info.code == 1 && info.rank == me->rank && info.peer != me->rank && info.phase[0],
+           "code %d, rank %d, peer %d: %s", info.code, info.rank, info.peer, info.text);
+    EXPECT_OK(me, ncclEpErrorClear(me->group));
+    ncclResult_t again = ncclEpUpdateHandle(run.handle, &run.topk.t, NULL, NULL);
+    EXPECT(me, again == ncclInvalidUsage || again == ncclRemoteError, "a call after a timeout: %d", (int)again);
+  }
+  epRunFree(me, &run);
+  EXPECT_OK(me, ncclEpGroupDestroy(me->group));
+}
+
+static void aRankThatStaysAwayIsReported(void **state) {
+  epCase c = base;
+  epRound round;
+  uint64_t seed = 5;
+  (void)state;
+  c.timeoutNs = 20000000; /* 20 ms */
+  epRoundMake(&round, &c, (uint32_t[]){8, 8, 8, 8}, epPickRandom, &seed);
+  for (int i = 0; i < 4; i++) {
+    awayCase away = {&round, i / 2 ? 3 : 0, i % 2};
+    epTestWorld world = {.ranks = 4, .seed = 31 + (unsigned)i, .arg = &away, .seconds = 60};
+    epWorldRun(&world, awayBody);
+  }
+  epRoundFree(&round);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(propertiesTellWhatIsAsked),
+      cmocka_unit_test(aRankThatStaysAwayIsReported),
+  };
+  if (setenv("EP_TEST_DOMAINS", "2", 1)) return 1;
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
