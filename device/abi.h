@@ -33,6 +33,7 @@ enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
   X(dtype)     /* EP_DTYPE_*: combine only */                                                                          \
   X(layout)    /* EP_LAYOUT_KIND_* */                                                                                  \
   X(scaleBytes) /* of a token's row of scales, a multiple of 4; 0: none */                                             \
+  X(bias)      /* rows that combine's sums start from: 0, 1 or 2 */                                                    \
   X(weights)   /* rows carry K FP32 weights: forward dispatch, backward combine */                                     \
   X(indexBytes) /* 4 or 8: update's topk_idx */                                                                        \
   X(threads)   /* a block */                                                                                           \
@@ -138,6 +139,7 @@ typedef struct epCombineArgs {
   const float *weights;        /* flat [capacity][K], expert-major [capacity]; when cfg.weights */
   uint8_t *outTokens;          /* [T][rowBytes] */
   float *outWeights;           /* [T][K] when cfg.weights */
+  const uint8_t *bias[2];      /* [T][rowBytes] each, the first cfg.bias of them */
   uint32_t numTokens, capacity;
   uint32_t pushBlocks, blocks; /* as in dispatch */
 } epCombineArgs;

@@ -25,13 +25,17 @@ struct epSum {
   uint64_t address;  /* of the lane's row */
 };
 
-/* N 16-byte vectors of the result; load(i, x): the same vectors of the i-th part. `plain`: all parts are local. */
-template <int N, class C, class F> DEV void ep_sum_vectors(const C c, const epSum &s, bool plain, F load, uint4 *out) {
+/* N 16-byte vectors of the result; load(i, x): the same vectors of the i-th part; start(sum): what they are added to. `plain`: all
+ * parts are local, and nothing is. */
+template <int N, class C, class F, class G>
+DEV void ep_sum_vectors(const C c, const epSum &s, bool plain, F load, G start, uint4 *out) {
   epVec sum[N], part[N];
   uint4 x[N];
 #pragma unroll
   for (int u = 0; u < N; u++)
     ep_vec_zero(sum[u]);
+  if (c.bias && !plain)
+    start(sum);
   if (plain) {
     for (uint32_t i = 0, count = p::popc(s.parts); i < count; i++) {
       load(i, x);
@@ -81,6 +85,7 @@ struct epJob {
   bool move;
   uint32_t begin, end; /* the span of the row */
   uint32_t piece;      /* bytes of it that a stage holds of each part */
+  const uint8_t *bias[2]; /* the token's rows of cfg.bias tensors; not with `move` */
 };
 
 template <class C> DEV uint32_t ep_spans(const C c) {
@@ -132,6 +137,10 @@ template <class C> DEV void ep_job_store(const C c, const epPipe &q, uint32_t n,
                           x[0] = p::lds<uint4>(stage + i * job.piece + v);
                           x[1] = p::lds<uint4>(stage + i * job.piece + w);
                         },
+                        [&](epVec *from) {
+                          ep_vec_start(c, job.bias, at + v, from[0]);
+                          ep_vec_start(c, job.bias, at + w, from[1]);
+                        },
                         sum);
       p::sts<uint4>(stage + v, sum[0]);
       if (w != v)
@@ -156,6 +165,10 @@ template <class C> DEV void ep_job_run(const C c, const epJob &job) {
                           m &= m - 1;
                         const uint8_t *src = (const uint8_t *)ep_shfl64(job.sum.address, p::ffs(m) - 1);
                         x[0] = at < job.end ? p::ldg<uint4>(src + at) : ep_zero4();
+                      },
+                      [&](epVec *from) {
+                        if (at < job.end)
+                          ep_vec_start(c, job.bias, at, *from);
                       },
                       &v);
     if (at < job.end)
@@ -351,6 +364,8 @@ DEV bool ep_combine_reduce_job(const C c, const epCombineArgs &a, const epPipe &
   job.sum.address = owner == me ? ep_combine_address(c, a, mine)
                                 : (uint64_t)(last ? ep_stage_row(a.group, q, me, owner, row) : nullptr);
   job.to = a.outTokens + (uint64_t)t * c.rowBytes;
+  job.bias[0] = c.bias > 0 ? a.bias[0] + (uint64_t)t * c.rowBytes : nullptr;
+  job.bias[1] = c.bias > 1 ? a.bias[1] + (uint64_t)t * c.rowBytes : nullptr;
   job.move = false;
   ep_job_span(c, job, span);
   ep_job_pieces(c, q, job);

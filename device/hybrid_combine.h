@@ -247,6 +247,8 @@ DEV bool ep_combine_token(const C c, const epHybridCombineArgs &a, const epPlace
   ep_make_row(c, b.outTokens + (uint64_t)t * c.rowBytes, [&](uint32_t v) {
     epVec total;
     ep_vec_zero(total);
+    if (c.bias && v < c.rowBytes)
+      ep_vec_start(c, b.bias, (uint64_t)t * c.rowBytes + v, total);
     for (uint32_t m = all; m; m &= m - 1) {
       uint32_t from = p::ffs(m) - 1;
       ep_vec_add(c, total, near >> from & 1 ? ep_sum_domain(c, sum, v) : ep_row_part(c, (uint64_t)railed, from, v));

@@ -29,6 +29,15 @@ template <class C> DEV void ep_vec_add(const C c, epVec &a, uint4 x) {
   }
 }
 
+/* What the sum of the 16 bytes at `at` of the biases starts from. */
+template <class C> DEV void ep_vec_start(const C c, const uint8_t *const *bias, uint64_t at, epVec &a) {
+  ep_vec_zero(a);
+  if (c.bias > 0)
+    ep_vec_add(c, a, p::ldg<uint4>(bias[0] + at));
+  if (c.bias > 1)
+    ep_vec_add(c, a, p::ldg<uint4>(bias[1] + at));
+}
+
 template <class C> DEV uint4 ep_vec_round(const C c, const epVec &a) {
   uint32_t w[4];
 #pragma unroll

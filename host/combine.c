@@ -6,8 +6,6 @@
 #include "runtime.h"
 #include "tensor.h"
 
-static const char call[] = "ncclEpCombine";
-
 ncclResult_t epCombineType(const char *name, ncclDataType_t type, uint32_t *dtype) {
   switch (type) {
   case ncclBfloat16:
@@ -25,7 +23,7 @@ ncclResult_t epCombineType(const char *name, ncclDataType_t type, uint32_t *dtyp
   }
 }
 
-static ncclResult_t epCombineConfigCheck(const ncclEpCombineConfig_t *c) {
+static ncclResult_t epCombineConfigCheck(const char *call, const ncclEpCombineConfig_t *c) {
   if (c->pass_direction != NCCL_EP_FWD_PASS && c->pass_direction != NCCL_EP_BWD_PASS)
     return epFail(ncclInvalidArgument, "%s: pass_direction is %d: expected an ncclEpPassDir_t", call,
                   (int)c->pass_direction);
@@ -37,9 +35,9 @@ static ncclResult_t epCombineConfigCheck(const ncclEpCombineConfig_t *c) {
   return ncclSuccess;
 }
 
-static ncclResult_t epCombineInputs(const struct ncclEpHandle *h, const ncclEpCombineInputs_t *in, int backward,
+static ncclResult_t epCombineInputs(const char *call, const struct ncclEpHandle *h, const ncclEpCombineInputs_t *in, int backward,
                                     uint32_t *rowBytes, uint32_t *dtype, epCombineArgs *a) {
-  static const epArgName tokens = {call, "inputs.tokens"}, weights = {call, "inputs.topk_weights"};
+  const epArgName tokens = {call, "inputs.tokens"}, weights = {call, "inputs.topk_weights"};
   const struct ncclEpGroup *g = h->group;
   int flat = h->layout == NCCL_EP_LAYOUT_FLAT;
   void *dev = NULL;
@@ -66,9 +64,9 @@ static ncclResult_t epCombineInputs(const struct ncclEpHandle *h, const ncclEpCo
   return r;
 }
 
-static ncclResult_t epCombineOutputs(const struct ncclEpHandle *h, const ncclEpCombineInputs_t *in,
+static ncclResult_t epCombineOutputs(const char *call, const struct ncclEpHandle *h, const ncclEpCombineInputs_t *in,
                                      const ncclEpCombineOutputs_t *out, int backward, epCombineArgs *a) {
-  static const epArgName tokens = {call, "outputs.tokens"}, weights = {call, "outputs.topk_weights"};
+  const epArgName tokens = {call, "outputs.tokens"}, weights = {call, "outputs.topk_weights"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
   ncclResult_t r = epTensorCheck(tokens, out->tokens, 2);
@@ -93,11 +91,43 @@ static ncclResult_t epCombineOutputs(const struct ncclEpHandle *h, const ncclEpC
   return r;
 }
 
-ncclResult_t epCombine(ncclEpHandle_t h, const ncclEpCombineInputs_t *in, const ncclEpCombineOutputs_t *out,
-                       const ncclEpCombineConfig_t *config, cudaStream_t stream) {
+/* Low latency has none yet. */
+static ncclResult_t epCombineNoOptions(const char *call, const ncclEpCombineExtConfig_t *ext) {
+  for (int i = 0; i < 2; i++)
+    if (ext->bias[i])
+      return epFail(ncclInvalidUsage, "%s: ext_config.bias[%d] is given: not supported yet in low latency", call, i);
+  if (ext->num_sms)
+    return epFail(ncclInvalidUsage, "%s: ext_config.num_sms is %u: expected 0 in low latency, which is set by its group",
+                  call, ext->num_sms);
+  return ncclSuccess;
+}
+
+/* Rows that the sums start from; those there are come first. */
+static ncclResult_t epCombineBias(const char *call, const struct ncclEpHandle *h, const ncclEpCombineOutputs_t *out,
+                                  const ncclEpCombineExtConfig_t *ext, epCombineArgs *a, uint32_t *count) {
+  static const char *const names[] = {"ext_config.bias[0]", "ext_config.bias[1]"};
+  ncclResult_t r = ncclSuccess;
+  *count = 0;
+  for (int i = 0; r == ncclSuccess && i < 2; i++) {
+    const epArgName name = {call, names[i]};
+    void *dev = NULL;
+    if (!ext->bias[i]) continue;
+    r = epTensorCheck(name, ext->bias[i], 2);
+    if (r == ncclSuccess) r = epTensorType(name, ext->bias[i], out->tokens->datatype);
+    if (r == ncclSuccess) r = epTensorExtent(name, ext->bias[i], 0, out->tokens->sizes[0], "rows of outputs.tokens");
+    if (r == ncclSuccess) r = epTensorExtent(name, ext->bias[i], 1, out->tokens->sizes[1], "hidden of outputs.tokens");
+    if (r == ncclSuccess) r = epTensorAddress(name, h->group->be, ext->bias[i], EP_ROW_ALIGN, &dev);
+    a->bias[(*count)++] = dev;
+  }
+  return r;
+}
+
+ncclResult_t epCombine(const char *call, ncclEpHandle_t h, const ncclEpCombineInputs_t *in,
+                       const ncclEpCombineOutputs_t *out, const ncclEpCombineConfig_t *config,
+                       const ncclEpCombineExtConfig_t *ext, cudaStream_t stream) {
   int backward = config->pass_direction == NCCL_EP_BWD_PASS;
   struct ncclEpGroup *g;
-  uint32_t rowBytes = 0, dtype = 0;
+  uint32_t rowBytes = 0, dtype = 0, bias = 0;
   epCombineArgs a;
   epConfig kc;
   epGrid grid;
@@ -108,14 +138,19 @@ ncclResult_t epCombine(ncclEpHandle_t h, const ncclEpCombineInputs_t *in, const 
   g = h->group;
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
-  if (r == ncclSuccess && epIsLl(g)) return epLlCombine(h, in, out, config, stream);
-  if (r == ncclSuccess) r = epCombineConfigCheck(config);
+  if (r == ncclSuccess && epIsLl(g)) {
+    r = epCombineNoOptions(call, ext);
+    return r == ncclSuccess ? epLlCombine(h, in, out, config, stream) : r;
+  }
+  if (r == ncclSuccess) r = epCombineConfigCheck(call, config);
   if (r == ncclSuccess) r = epHandleRouted(call, h, stream);
-  if (r == ncclSuccess) r = epCombineInputs(h, in, backward, &rowBytes, &dtype, &a);
-  if (r == ncclSuccess) r = epCombineOutputs(h, in, out, backward, &a);
+  if (r == ncclSuccess) r = epCombineInputs(call, h, in, backward, &rowBytes, &dtype, &a);
+  if (r == ncclSuccess) r = epCombineOutputs(call, h, in, out, backward, &a);
+  if (r == ncclSuccess) r = epCombineBias(call, h, out, ext, &a, &bias);
   if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, dtype, backward);
-  r = epPolicyMove(call, &g->topology, g->sms, EP_KERNEL_COMBINE, &kc, &grid);
+  kc.bias = bias;
+  r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms), EP_KERNEL_COMBINE, &kc, &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_COMBINE, &kc, stream, &kernel);
   if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);

@@ -21,6 +21,10 @@ epConfig epMoveConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk,
   return c;
 }
 
+unsigned epCallSms(const struct ncclEpGroup *g, unsigned asked) {
+  return asked && asked < g->sms ? asked : g->sms;
+}
+
 ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t hidden,
                         ncclDataType_t type, uint32_t *rowBytes) {
   uint64_t bytes = hidden * epTypeBytes(type);
@@ -256,7 +260,7 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
   kc.scaleBytes = scaleBytes;
-  r = epPolicyMove(call, &g->topology, g->sms, EP_KERNEL_DISPATCH, &kc, &grid);
+  r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms), EP_KERNEL_DISPATCH, &kc, &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_DISPATCH, &kc, stream, &kernel);
   if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);

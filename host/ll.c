@@ -186,6 +186,9 @@ static ncclResult_t dispatchOptionsCheck(const char *call, const ncclEpDispatchE
     return epFail(ncclInvalidUsage,
                   "%s: ext_config.no_zero_pad is %d: expected 0, as low latency never fills the places it does not use",
                   call, ext->no_zero_pad);
+  if (ext->num_sms)
+    return epFail(ncclInvalidUsage, "%s: ext_config.num_sms is %u: expected 0 in low latency, which is set by its group",
+                  call, ext->num_sms);
   return ncclSuccess;
 }
 

@@ -74,7 +74,10 @@ static ncclResult_t epPrepareMove(const struct ncclEpGroup *g, const ncclEpPrepa
   if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(g, c->layout), c->top_k, rowBytes, dtype, weights);
   if (!combine && c->scale_bytes) r = epScaleBytes(call, g, "scales", c->scale_bytes, rowBytes, &kc.scaleBytes);
+  if (r == ncclSuccess && c->num_bias > 2)
+    r = epFail(ncclInvalidArgument, "%s: num_bias is %u: expected at most 2", call, c->num_bias);
   if (r != ncclSuccess) return r;
+  if (combine) kc.bias = c->num_bias;
   r = epPolicyMove(call, &g->topology, g->sms, id, &kc, &grid);
   if (r == ncclSuccess) epWishAdd(wishes, id, &kc);
   return r;

@@ -177,8 +177,11 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t handle, const ncclEpDis
                         const ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info,
                         const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,
                         cudaStream_t stream);
-ncclResult_t epCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *in, const ncclEpCombineOutputs_t *out,
-                       const ncclEpCombineConfig_t *config, cudaStream_t stream);
+ncclResult_t epCombine(const char *call, ncclEpHandle_t handle, const ncclEpCombineInputs_t *in,
+                       const ncclEpCombineOutputs_t *out, const ncclEpCombineConfig_t *config,
+                       const ncclEpCombineExtConfig_t *ext, cudaStream_t stream);
+/* SMs of a call that asks for `asked`, 0: any number: at most the group's. */
+unsigned epCallSms(const struct ncclEpGroup *group, unsigned asked);
 /* Configurations of the kernels, shared with ncclEpPrepare; threads and bulk are set by the policy, scaleBytes by the
  * caller. */
 epConfig epUpdateConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t indexBytes);

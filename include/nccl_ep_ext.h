@@ -158,6 +158,7 @@ typedef struct {
    * row-major order has; the memory behind it holds S * element bytes / 4 columns. Bytes between a column's rows and
    * the next column stay untouched. */
   size_t scale_column_stride;
+  unsigned int num_sms; /* thread blocks (SMs) of this call at most; 0, or more than the group's: the group's */
 } ncclEpDispatchExtConfig_t;
 #define NCCL_EP_DISPATCH_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchExtConfig_t, NCCL_EP_MAGIC)
 /* ncclEpDispatchExt: ncclEpDispatch, with options. ext_config NULL: as ncclEpDispatch. Options may differ from rank to
@@ -166,6 +167,23 @@ ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs
                                const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                                const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext_config,
                                cudaStream_t stream);
+
+/* ---- Combine, with options ----------------------------------------------------------------------------------------- */
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  unsigned int num_sms; /* thread blocks (SMs) of this call at most; 0, or more than the group's: the group's */
+  /* Rows that are added to the sums: each NULL, or [T, H] of the tokens' type, 16-byte aligned. The sum of a token starts
+   * with bias[0] + bias[1] in FP32; a token without selection gets their sum, rounded once. */
+  const ncclEpTensor_t *bias[2];
+} ncclEpCombineExtConfig_t;
+#define NCCL_EP_COMBINE_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpCombineExtConfig_t, NCCL_EP_MAGIC)
+/* ncclEpCombineExt: ncclEpCombine, with options. ext_config NULL: as ncclEpCombine. Options may differ from rank to rank.
+ * Low latency has no options: it refuses all but the defaults. */
+ncclResult_t ncclEpCombineExt(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
+                              const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
+                              const ncclEpCombineExtConfig_t *ext_config, cudaStream_t stream);
 
 /* ---- Exact counts on the host ------------------------------------------------------------------------------------ */
 
@@ -220,6 +238,7 @@ typedef struct {
   ncclDataType_t index_type;    /* ncclInt64 or ncclInt32 */
   int backward;                 /* also compile the backward pass */
   unsigned int scale_bytes;     /* of a dispatched row's scales (NCCL_EP_DISP_QUANT_FWD), 0: without scales */
+  unsigned int num_bias;        /* 1 or 2: combine with that many biases (ncclEpCombineExt), 0: without */
 } ncclEpPrepareConfig_t;
 #define NCCL_EP_PREPARE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpPrepareConfig_t, NCCL_EP_MAGIC)
 /* ncclEpPrepare: compiles and loads every kernel that calls of this shape need, so that no later call compiles: update,

@@ -108,18 +108,24 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t 
   return epEntryDispatch("ncclEpDispatch", handle, inputs, outputs, layout_info, config, &none, stream);
 }
 
-ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
-                           const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
-                           cudaStream_t stream) {
-  EP_CALL();
-  static const char call[] = "ncclEpCombine";
+ncclResult_t epEntryCombine(const char *call, ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
+                            const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
+                            const ncclEpCombineExtConfig_t *ext, cudaStream_t stream) {
   ncclEpCombineInputs_t in;
   ncclEpCombineOutputs_t out;
   ncclEpCombineConfig_t c;
   ncclResult_t r = TAKE(call, NCCL_EP_COMBINE_INPUTS, ncclEpCombineInputs_t, 8, inputs, &in);
   if (r == ncclSuccess) r = TAKE(call, NCCL_EP_COMBINE_OUTPUTS, ncclEpCombineOutputs_t, 8, outputs, &out);
   if (r == ncclSuccess) r = TAKE_OPTIONAL(call, NCCL_EP_COMBINE_CONFIG, ncclEpCombineConfig_t, 4, config, &c);
-  return r == ncclSuccess ? epCombine(handle, &in, &out, &c, stream) : r;
+  return r == ncclSuccess ? epCombine(call, handle, &in, &out, &c, ext, stream) : r;
+}
+
+ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
+                           const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
+                           cudaStream_t stream) {
+  EP_CALL();
+  const ncclEpCombineExtConfig_t none = NCCL_EP_COMBINE_EXT_CONFIG_INIT;
+  return epEntryCombine("ncclEpCombine", handle, inputs, outputs, config, &none, stream);
 }
 
 ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t *config, cudaStream_t stream) {

@@ -68,9 +68,20 @@ ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs
   EP_CALL();
   static const char call[] = "ncclEpDispatchExt";
   ncclEpDispatchExtConfig_t ext;
-  ncclResult_t r = epTakeOptional(call, "ext_config", ext_config, (unsigned)sizeof ext, 4, &ext,
-                                  (unsigned)sizeof ext);
+  ncclResult_t r = epTakeOptional(call, "ext_config", ext_config,
+                                  NCCL_EP_FIELD_END(ncclEpDispatchExtConfig_t, scale_column_stride), 4, &ext,
+                                  (unsigned)sizeof ext); /* num_sms came later */
   return r == ncclSuccess ? epEntryDispatch(call, handle, inputs, outputs, layout_info, config, &ext, stream) : r;
+}
+
+ncclResult_t ncclEpCombineExt(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
+                              const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
+                              const ncclEpCombineExtConfig_t *ext_config, cudaStream_t stream) {
+  EP_CALL();
+  static const char call[] = "ncclEpCombineExt";
+  ncclEpCombineExtConfig_t ext;
+  ncclResult_t r = epTakeOptional(call, "ext_config", ext_config, (unsigned)sizeof ext, 4, &ext, (unsigned)sizeof ext);
+  return r == ncclSuccess ? epEntryCombine(call, handle, inputs, outputs, config, &ext, stream) : r;
 }
 
 ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *counts) {

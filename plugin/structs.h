@@ -21,5 +21,9 @@ ncclResult_t epEntryDispatch(const char *call, ncclEpHandle_t handle, const nccl
                              const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                              const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,
                              cudaStream_t stream);
+/* The same of ncclEpCombine and ncclEpCombineExt. */
+ncclResult_t epEntryCombine(const char *call, ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
+                            const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
+                            const ncclEpCombineExtConfig_t *ext, cudaStream_t stream);
 
 #endif

@@ -104,7 +104,7 @@ class ElasticBuffer:
         if num_experts:
             if not (num_max_tokens_per_rank and hidden):
                 raise ValueError('num_experts is given: expected num_max_tokens_per_rank and hidden too')
-            self._group_of(num_experts, num_max_tokens_per_rank, _row_bytes(hidden, use_fp8_dispatch), 0)
+            self._group_of(num_experts, num_max_tokens_per_rank, _row_bytes(hidden, use_fp8_dispatch))
 
     # ---- Sizes and properties ---------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class ElasticBuffer:
 
     # ---- Groups and handles -----------------------------------------------------------------------------------------
 
-    def _group_of(self, num_experts, max_tokens, row_bytes, num_sms):
+    def _group_of(self, num_experts, max_tokens, row_bytes):
         """The C group for such batches, made at its first use: collective."""
         if self.runtime is None:
             raise RuntimeError('the buffer is destroyed')
@@ -170,12 +170,8 @@ class ElasticBuffer:
                                      % (self._limit, max_tokens, row_bytes, self.num_ranks, size))
             self._port.synchronize()
             self._groups[key] = core.Group(self._port.comm, num_experts, max_tokens, row_bytes, self._num_topk,
-                                           num_sms, self._timeout_ns)
-        group = self._groups[key]
-        if num_sms and group.max_num_sms and num_sms < group.max_num_sms:
-            raise _missing('num_sms %d after a first call with %d' % (num_sms, group.max_num_sms),
-                           'a number of SMs for each call (num_sms in ncclEpDispatchExtConfig_t)')
-        return group
+                                           self._timeout_ns)
+        return self._groups[key]
 
     def _sweep(self):
         """Destroys C handles whose last use is over."""
@@ -250,7 +246,7 @@ class ElasticBuffer:
                counters):
         """A handle with the routing of topk_idx."""
         port, topk = self._port, topk_idx.shape[1]
-        group = self._group_of(num_experts, max_tokens, row_bytes, num_sms)
+        group = self._group_of(num_experts, max_tokens, row_bytes)
         layout = c_api.LAYOUT_EXPERT_MAJOR if do_expand else c_api.LAYOUT_FLAT
         with op.on_comm_stream():
             memory = port.empty((group.handle_bytes(layout, topk),), 'uint8')
@@ -341,7 +337,8 @@ class ElasticBuffer:
                         per_expert = handle._know_counts().per_expert
                         counters = port.integers(per_expert, (len(per_expert),), 'int32')
                     port.add(stats, counters)
-        outputs = self._move(op, handle, x, scales, topk_weights, do_zero_padding, use_tma_aligned_col_major_sf)
+        outputs = self._move(op, handle, x, scales, topk_weights, do_zero_padding, use_tma_aligned_col_major_sf,
+                             num_sms or handle.num_sms)
         recv_x, recv_scales, recv_weights, recv_idx = outputs
         end = op.finish([t for t in (x, scales, topk_idx, topk_weights, stats, handle.topk_idx) + outputs
                          if t is not None])
@@ -356,7 +353,7 @@ class ElasticBuffer:
             return t.shape[1] * c_api.TYPES[self._port.dtype(t)][1]
         return align(max(row(x) + (align(row(scales), 16) if scales is not None else 0), 2 * x.shape[1]), 16)
 
-    def _move(self, op, handle, x, scales, weights, zero_padding, columns):
+    def _move(self, op, handle, x, scales, weights, zero_padding, columns, num_sms):
         """The rows' way along a handle: (tokens, scales, weights, indices) received, None where there are none."""
         port, rows, topk = self._port, handle._rows, handle._routing.handle.topk
         flat = not handle.do_expand
@@ -385,7 +382,7 @@ class ElasticBuffer:
             dict(tokens=port.describe(recv_x), topk_weights=port.describe(recv_weights),
                  scales=port.describe(recv_scales), topk_idx=port.describe(recv_idx)),
             backward=sent_weights is None, columns=columns and scales is not None, zero_pad=zero_padding,
-            stream=op.stream)
+            num_sms=num_sms, stream=op.stream)
         return recv_x, recv_scales, recv_weights, recv_idx
 
     # ---- Combine ----------------------------------------------------------------------------------------------------
@@ -395,7 +392,7 @@ class ElasticBuffer:
         """Sums the experts' rows of every token, back at the token's rank. Collective.
 
         x [rows, H], rows where dispatch had put its own; topk_weights as dispatch gave them, to come back as [T, K]
-        (each where it was, 0 without selection); bias: up to two tensors [T, H].
+        (each where it was, 0 without selection); bias: a tensor [T, H] or a tuple of two, which the sums start from.
 
         Returns (combined_x [T, H], combined_topk_weights or None, EventOverlap)."""
         port = self._port
@@ -405,17 +402,16 @@ class ElasticBuffer:
             raise RuntimeError('the buffer is destroyed')
         if x.shape[0] != handle._rows:
             raise ValueError('x has %d rows: expected %d, as dispatch gave' % (x.shape[0], handle._rows))
-        if bias is not None:
-            raise _missing('bias', 'a start value of combine\'s sums (ncclEpCombineExt)')
+        bias = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        if len(bias) > 2:
+            raise ValueError('bias is a tuple of %d tensors: expected at most two' % len(bias))
+        for i, t in enumerate(bias):
+            self._check('bias[%d]' % i, t)
         if handle.do_expand and not self.allow_multiple_reduction:
             raise _missing('combine of an expanded dispatch with allow_multiple_reduction=False',
                            'sums without the rounding on the experts\' ranks')
         if topk_weights is not None:
             self._check('topk_weights', topk_weights)
-        group = handle._routing.handle.group
-        if num_sms and group.max_num_sms and num_sms < group.max_num_sms:
-            raise _missing('num_sms %d after a first call with %d' % (num_sms, group.max_num_sms),
-                           'a number of SMs for each call')
         op = port.operation(previous_event, allocate_on_comm_stream, async_with_compute_stream)
         shape = tuple(handle.topk_idx.shape)
         combined_weights = None
@@ -426,8 +422,9 @@ class ElasticBuffer:
         handle._routing.handle.combine(
             dict(tokens=port.describe(x), topk_weights=port.describe(topk_weights)),
             dict(tokens=port.describe(combined), topk_weights=port.describe(combined_weights)),
-            backward=topk_weights is not None, stream=op.stream)
-        end = op.finish([t for t in (x, topk_weights, combined, combined_weights) if t is not None])
+            backward=topk_weights is not None, bias=[port.describe(t) for t in bias],
+            num_sms=num_sms or handle.num_sms, stream=op.stream)
+        end = op.finish([t for t in (x, topk_weights, combined, combined_weights) + bias if t is not None])
         self._used(op, handle)
         return combined, combined_weights, EventOverlap(EventHandle(end) if end is not None else None)
 

@@ -77,7 +77,8 @@ GroupProperties = struct(
     ('window_bytes', _z), ('scratch_bytes', _z), ('timeout_ns', c.c_ulonglong), ('backend', c.c_char * 16),
     ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u))
 DispatchExtConfig = struct('ncclEpDispatchExtConfig_t', ('scale_layout', _i), ('no_zero_pad', _i),
-                           ('scale_column_stride', _z))
+                           ('scale_column_stride', _z), ('num_sms', _u))
+CombineExtConfig = struct('ncclEpCombineExtConfig_t', ('num_sms', _u), ('bias', _t * 2))
 HostCounts = struct('ncclEpHostCounts_t', ('total', _u), ('total_padded', _u), ('per_source', c.POINTER(_u)),
                     ('per_expert', c.POINTER(_u)), ('per_expert_padded', c.POINTER(_u)))
 HandleMetadata = struct(
@@ -93,7 +94,7 @@ EmuReport = struct('ncclEpEmuReport_t', ('faults', _u), ('switches', c.c_ulonglo
 
 STRUCTS = (Tensor, GroupConfig, LayoutInfo, HandleConfig, DispatchInputs, DispatchOutputs, DispatchConfig,
            CombineInputs, CombineOutputs, CombineConfig, BufferSizeConfig, BufferSize, GroupProperties,
-           DispatchExtConfig, HostCounts, HandleMetadata, ErrorInfo, EmuOptions, EmuReport)
+           DispatchExtConfig, CombineExtConfig, HostCounts, HandleMetadata, ErrorInfo, EmuOptions, EmuReport)
 
 _pp = c.POINTER(c.c_void_p)
 
@@ -110,7 +111,8 @@ PROTOTYPES = {
     'ncclEpHandleDestroy': [_p],
     'ncclEpDispatchExt': [_p, c.POINTER(DispatchInputs), c.POINTER(DispatchOutputs), c.POINTER(LayoutInfo),
                           c.POINTER(DispatchConfig), c.POINTER(DispatchExtConfig), _p],
-    'ncclEpCombine': [_p, c.POINTER(CombineInputs), c.POINTER(CombineOutputs), c.POINTER(CombineConfig), _p],
+    'ncclEpCombineExt': [_p, c.POINTER(CombineInputs), c.POINTER(CombineOutputs), c.POINTER(CombineConfig),
+                         c.POINTER(CombineExtConfig), _p],
     'ncclEpGetHostCounts': [_p, c.POINTER(HostCounts)],
     'ncclEpGetHandleMetadata': [_p, c.POINTER(HandleMetadata)],
     'ncclEpGetAsyncError': [_p, c.POINTER(_i)],

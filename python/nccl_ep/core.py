@@ -39,16 +39,14 @@ def _filled(struct, **arrays):
 class Group:
     """An ncclEpGroup_t in high throughput, eager (outputs are sized by the caller). Making one is collective."""
 
-    def __init__(self, comm, num_experts, max_tokens, max_token_bytes, num_topk, max_num_sms, timeout_ns):
+    def __init__(self, comm, num_experts, max_tokens, max_token_bytes, num_topk, timeout_ns):
         config = c_api.GroupConfig(
             version=c_api.API_VERSION, algorithm=c_api.ALGO_HIGH_THROUGHPUT, num_experts=num_experts,
             max_dispatch_tokens_per_rank=max_tokens, max_token_bytes=max_token_bytes, num_topk=num_topk,
-            max_num_sms=max_num_sms, timeout_ns=timeout_ns)
+            timeout_ns=timeout_ns)
         pointer = ctypes.c_void_p()
         call('ncclEpCreateGroup', pointer, comm, config)
         self.pointer = pointer
-        self.num_experts = num_experts
-        self.max_num_sms = max_num_sms
 
     def properties(self):
         properties = c_api.GroupProperties()
@@ -99,20 +97,26 @@ class Handle:
         call('ncclEpUpdateHandle', self.pointer, Descriptor(topk_idx).pointer, info, stream)
         self.tokens = topk_idx.shape[0]
 
-    def dispatch(self, inputs, outputs, backward, columns, zero_pad, stream):
+    def dispatch(self, inputs, outputs, backward, columns, zero_pad, num_sms, stream):
         """`inputs`, `outputs`: dicts of Arrays by the C structs' field names. `columns`: scales column-major."""
         config = c_api.DispatchConfig(
             pass_direction=c_api.BWD_PASS if backward else c_api.FWD_PASS,
             quant_recipe=c_api.DISP_QUANT_FWD if inputs.get('scales') else c_api.DISP_QUANT_NONE)
         ext = c_api.DispatchExtConfig(
-            scale_layout=c_api.SCALE_COLUMN_MAJOR if columns else c_api.SCALE_ROW_MAJOR, no_zero_pad=not zero_pad)
+            scale_layout=c_api.SCALE_COLUMN_MAJOR if columns else c_api.SCALE_ROW_MAJOR, no_zero_pad=not zero_pad,
+            num_sms=num_sms)
         call('ncclEpDispatchExt', self.pointer, _filled(c_api.DispatchInputs, **inputs),
              _filled(c_api.DispatchOutputs, **outputs), None, config, ext, stream)
 
-    def combine(self, inputs, outputs, backward, stream):
+    def combine(self, inputs, outputs, backward, bias, num_sms, stream):
+        """`bias`: up to two Arrays."""
         config = c_api.CombineConfig(pass_direction=c_api.BWD_PASS if backward else c_api.FWD_PASS)
-        call('ncclEpCombine', self.pointer, _filled(c_api.CombineInputs, **inputs),
-             _filled(c_api.CombineOutputs, **outputs), config, stream)
+        ext = c_api.CombineExtConfig(num_sms=num_sms)
+        descriptors = [Descriptor(array) for array in bias]
+        for i, descriptor in enumerate(descriptors):
+            ext.bias[i] = descriptor.pointer
+        call('ncclEpCombineExt', self.pointer, _filled(c_api.CombineInputs, **inputs),
+             _filled(c_api.CombineOutputs, **outputs), config, ext, stream)
 
     def counts(self):
         """Waits on the host until the last update has run; exact counts of this rank, as lists."""

@@ -27,10 +27,10 @@ def experts_of(flat, batches_, rank):
     return reference.round_bfloat16(x[:, None, :] * flat.weights[:, :, None])
 
 
-def expected_combine(batches_, rank, domains=1):
+def expected_combine(batches_, rank, domains=1, bias=()):
     b = batches_[rank]
     y = reference.round_bfloat16(b.x[:, None, :] * b.weights[:, :, None])
-    return reference.combine(b, y, len(batches_), EXPERTS, domains)
+    return reference.combine(b, y, len(batches_), EXPERTS, domains, bias)
 
 
 def reduced(flat, y):
@@ -83,6 +83,11 @@ class Flat(Case):
             combined, none, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle)
             self.assertIsNone(none)
             self.equal(combined.float(), expected_combine(data, me, domains), 'combine')
+            bias, other = (rank.tensor(reference.round_bfloat16(v), 'bfloat16') for v in (b.x * 3, b.x + 1))
+            biased, _, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, bias=bias, num_sms=3)
+            self.equal(biased.float(), expected_combine(data, me, domains, [bias.float()]), 'a bias')
+            biased, _, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, bias=(bias, other))
+            self.equal(biased.float(), expected_combine(data, me, domains, [bias.float(), other.float()]), 'two biases')
             again, weights_back, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, topk_weights=recv_weights)
             self.equal(again.float(), expected_combine(data, me, domains), 'combine with weights')
             self.equal(weights_back.numpy(), b.weights, 'weights back')
@@ -153,6 +158,11 @@ class Expanded(Case):
             y[:m] = reference.round_bfloat16(x * w[:, None])
             combined, weights_back, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, topk_weights=recv_weights)
             self.equal(combined.float(), expected_combine(data, me, domains), 'combine')
+            self.equal(weights_back.numpy(), b.weights, 'weights back')
+            bias = rank.tensor(reference.round_bfloat16(b.x * 3), 'bfloat16')
+            biased, weights_back, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, topk_weights=recv_weights,
+                                                     bias=(bias, bias), num_sms=2)
+            self.equal(biased.float(), expected_combine(data, me, domains, [bias.float()] * 2), 'two biases')
             self.equal(weights_back.numpy(), b.weights, 'weights back')
             buffer.destroy()
         emu.run(body, ranks // domains, domains, seed=seed)
@@ -327,6 +337,11 @@ class Refusals(Case):
             refused(ValueError, 'without allocate_on_comm_stream', dispatch, x, handle=handle, previous_event=mark)
             refused(ValueError, 'num_qps is 1000', dispatch, x, handle=handle, num_qps=1000)
             refused(ValueError, r'x has 1 rows: expected', combine, rank.empty((1, HIDDEN), 'bfloat16'), handle)
+            refused(ValueError, 'tuple of 3 tensors', combine, recv, handle, bias=(x, x, x))
+            refused(EpError, r'ncclEpCombineExt: ext_config.bias\[1\] is float32: expected bfloat16', combine, recv, handle,
+                    bias=(x, rank.empty(x.shape, 'float32')))
+            refused(EpError, r'bias\[0\].sizes\[0\] is 1: expected', combine, recv, handle,
+                    bias=rank.empty((1, HIDDEN), 'bfloat16'))
             refused(EpError, 'expert outputs are int32', combine, rank.empty(recv.shape, 'int32'), handle)
             refused(RuntimeError, 'no event to wait for', event.current_stream_wait)
             refused(RuntimeError, 'explicitly_destroy', ElasticBuffer.destroy,
@@ -368,9 +383,7 @@ class Refusals(Case):
             buffer = buffer_of(rank, allow_multiple_reduction=False)
             x, idx, weights = rank.tensor(b.x, 'bfloat16'), rank.tensor(b.idx), rank.tensor(b.weights)
             recv, _, _, handle, _ = buffer.dispatch(x, idx, weights, num_experts=EXPERTS, num_sms=4, do_expand=True)
-            calls = {'bias': lambda: buffer.combine(recv, handle, bias=x),
-                     'allow_multiple_reduction': lambda: buffer.combine(recv, handle),
-                     'num_sms 2': lambda: buffer.dispatch(x, idx, weights, num_experts=EXPERTS, num_sms=2),
+            calls = {'allow_multiple_reduction': lambda: buffer.combine(recv, handle),
                      'before_epilogue': lambda: buffer.dispatch(x, handle=handle, do_expand=True,
                                                                 previous_event_before_epilogue=buffer.capture()),
                      'Engram': lambda: buffer.engram_fetch(idx)}
