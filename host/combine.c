@@ -35,8 +35,8 @@ static ncclResult_t epCombineConfigCheck(const char *call, const ncclEpCombineCo
   return ncclSuccess;
 }
 
-static ncclResult_t epCombineInputs(const char *call, const struct ncclEpHandle *h, const ncclEpCombineInputs_t *in, int backward,
-                                    uint32_t *rowBytes, uint32_t *dtype, epCombineArgs *a) {
+static ncclResult_t epCombineInputs(const char *call, const struct ncclEpHandle *h, const ncclEpCombineInputs_t *in,
+                                    int backward, uint32_t *rowBytes, uint32_t *dtype, epCombineArgs *a) {
   const epArgName tokens = {call, "inputs.tokens"}, weights = {call, "inputs.topk_weights"};
   const struct ncclEpGroup *g = h->group;
   int flat = h->layout == NCCL_EP_LAYOUT_FLAT;
@@ -97,8 +97,9 @@ static ncclResult_t epCombineNoOptions(const char *call, const ncclEpCombineExtC
     if (ext->bias[i])
       return epFail(ncclInvalidUsage, "%s: ext_config.bias[%d] is given: not supported yet in low latency", call, i);
   if (ext->num_sms)
-    return epFail(ncclInvalidUsage, "%s: ext_config.num_sms is %u: expected 0 in low latency, which is set by its group",
-                  call, ext->num_sms);
+    return epFail(ncclInvalidUsage,
+                  "%s: ext_config.num_sms is %u: expected 0 in low latency, which is set by its group", call,
+                  ext->num_sms);
   return ncclSuccess;
 }
 

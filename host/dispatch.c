@@ -21,9 +21,7 @@ epConfig epMoveConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk,
   return c;
 }
 
-unsigned epCallSms(const struct ncclEpGroup *g, unsigned asked) {
-  return asked && asked < g->sms ? asked : g->sms;
-}
+unsigned epCallSms(const struct ncclEpGroup *g, unsigned asked) { return asked && asked < g->sms ? asked : g->sms; }
 
 ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t hidden,
                         ncclDataType_t type, uint32_t *rowBytes) {

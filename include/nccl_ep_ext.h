@@ -106,7 +106,7 @@ typedef struct {
   int max_in_flight;                                     /* staged operations that may be open at once */
   size_t window_bytes, scratch_bytes;
   unsigned long long timeout_ns;
-  char backend[16]; /* "cuda" or "emu" */
+  char backend[16];                                    /* "cuda" or "emu" */
   unsigned int gin_contexts, gin_signals, queue_pairs; /* as in ncclEpBufferSize_t */
 } ncclEpGroupProperties_t;
 #define NCCL_EP_GROUP_PROPERTIES_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupProperties_t, NCCL_EP_MAGIC)
