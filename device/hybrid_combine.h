@@ -103,14 +103,17 @@ DEV void ep_combine_chunk(const C c, const epHybridCombineArgs &a, const epPlace
     const uint32_t *meta = ep_record_meta(c, b.group, b.recordLayout, b.record, s, j);
     uint32_t row = ep_own_slot(c, b, s, j, l < c.topk ? p::ldg<uint32_t>(meta + 1 + l) : EP_NONE);
     epDomainSum sum = {0, 0, ep_own_lanes(c, row), ep_own_address(c, b, row)};
-    uint8_t *to = ep_domain_row(b.group, w, u, w.up, o, j);
+    uint32_t head = p::ldg<uint32_t>(meta);
+    uint8_t *to = ep_sum_row(b.group, w, u, o, EP_META_PLACE_OF(head), EP_META_TOKEN(head));
     ep_make_row(c, to, [&](uint32_t at) { return ep_sum_own(c, sum, at); });
     if (c.weights && l < c.topk)
       p::stg<uint32_t>(to + c.rowBytes + 4 * l, ep_own_weight(c, b, row));
   }
   p::sync_warp();
-  if (l == 0)
-    p::st_release_sys(ep_domain_flag(b.group, w, u, w.up, o, chunk), gen);
+  if (l < size && chunk * size + l < rows) {
+    uint32_t head = p::ldg<uint32_t>(ep_record_meta(c, b.group, b.recordLayout, b.record, s, chunk * size + l));
+    p::st_release_sys(ep_sum_flag(b.group, a.hybrid, w, u, o, EP_META_PLACE_OF(head), EP_META_TOKEN(head)), gen);
+  }
 }
 
 /* Chunks of all sources but those this rank stands for, which take turns. */
@@ -130,22 +133,23 @@ template <class C> DEV void ep_combine_pushers(const C c, const epHybridCombineA
 
 /* ---- A domain's sum ----------------------------------------------------------------------------------------------- */
 
-/* Whole warp: the rows of a token that this domain holds, for row `row` of which owner `owner` has the lane's k (`here`). They
- * are the token's rank's (of domain o, in my rail). False: gave up. */
+/* Whole warp: the rows that this domain holds of token t of my rail's rank in domain o. `here`: the lane's k is with `owner` of this
+ * domain; if that is this rank, as entry `entry` of row `row`. False: gave up. */
 template <class C>
-DEV bool ep_combine_domain(const C c, const epHybridCombineArgs &a, const epPlace &w, uint32_t o, bool here, uint32_t owner,
-                           uint32_t row, uint32_t entry, uint32_t gen, epDomainSum *sum, uint32_t *weight) {
+DEV bool ep_combine_domain(const C c, const epHybridCombineArgs &a, const epPlace &w, uint32_t o, uint32_t t, bool here,
+                           uint32_t owner, uint32_t row, uint32_t entry, uint32_t gen, epDomainSum *sum, uint32_t *weight) {
   const epCombineArgs &b = a.plain;
   uint32_t l = p::lane(), mates = p::match_any(p::FULL, here ? owner : ep_lone_key()), s = o * w.ups + w.up;
   bool last = here && (mates >> l) == 1, mine = here && owner == w.rank, ok = true; /* last: highest k of its rank */
+  uint32_t placed = p::ballot(p::FULL, here && !mine && (mates & ep_lanes_below()) == 0);
+  uint32_t place = p::popc(placed & ((1u << (p::ffs(mates) - 1)) - 1));
   if (last && !mine && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_wait_flag(b.group, ep_domain_flag(b.group, w, w.up, owner % w.ups, o, row / epChunkRows(c.rowBytes)), gen,
-                      EP_PHASE_COMBINE_ROWS, owner);
+    ok = ep_wait_flag(b.group, ep_sum_flag(b.group, a.hybrid, w, w.up, o, place, t), gen, EP_PHASE_COMBINE_ROWS, owner);
   if (p::ballot(p::FULL, !ok))
     return false;
   p::sync_warp();
   uint32_t slot = mine ? ep_own_slot(c, b, s, row, entry) : EP_NONE;
-  const uint8_t *staged = here && !mine ? ep_domain_row(b.group, w, w.up, owner % w.ups, o, row) : nullptr;
+  const uint8_t *staged = here && !mine ? ep_sum_row(b.group, w, w.up, o, place, t) : nullptr;
   sum->own = ep_own_lanes(c, slot);
   sum->ranks = p::ballot(p::FULL, last && (!mine || sum->own));
   sum->ownAt = p::ballot(p::FULL, last && mine && sum->own);
@@ -173,7 +177,7 @@ DEV bool ep_combine_forward(const C c, const epHybridCombineArgs &a, const epPla
   if (here && owner == w.rank)
     entry = p::ldg<uint32_t>(ep_record_meta(c, g, b.recordLayout, b.record, o * w.ups + w.up, row) + 1 + l);
   epDomainSum sum;
-  if (!ep_combine_domain(c, a, w, o, here, owner, row, entry, gen, &sum, &weight))
+  if (!ep_combine_domain(c, a, w, o, t, here, owner, row, entry, gen, &sum, &weight))
     return false;
   uint64_t from = ep_rail_row(g, a.hybrid.layout.send, w.domain, o, t);
   uint8_t *to = ep_window(g, w.rank) + from;
@@ -240,7 +244,7 @@ DEV bool ep_combine_token(const C c, const epHybridCombineArgs &a, const epPlace
   if (p::ballot(p::FULL, !ok))
     return false;
   epDomainSum sum;
-  if (!ep_combine_domain(c, a, w, w.domain, here, owner, row, entry, gen, &sum, &weight))
+  if (!ep_combine_domain(c, a, w, w.domain, t, here, owner, row, entry, gen, &sum, &weight))
     return false;
   const uint8_t *railed = far ? ep_window(g, w.rank) + ep_rail_row(g, h.layout.rail, w.domain, o, t) : nullptr;
   uint32_t all = p::ballot(p::FULL, last && (far || sum.ranks)), near = p::ballot(p::FULL, last && here);

@@ -76,14 +76,14 @@ DEV void ep_hybrid_chunk(const C c, const epHybridDispatchArgs &a, const epPlace
     }
     for (uint32_t m = k.near; m; m &= m - 1) {
       uint32_t u = p::shfl(p::FULL, k.owner, p::ffs(m) - 1) % w.ups;
-      ep_token_store(c, d, k, ep_domain_row(g, w, u, w.up, w.domain, t));
+      ep_token_store(c, d, k, ep_near_row(g, w, u, w.up, t));
     }
   }
   p::sync_warp();
 #pragma unroll
   for (uint32_t i = 0; i < size; i++)
     if (token[i].near >> p::lane() & 1)
-      p::st_release_sys(ep_domain_flag(g, w, token[i].owner % w.ups, w.up, w.domain, chunk), gen);
+      p::st_release_sys(ep_near_flag(g, w, token[i].owner % w.ups, w.up, chunk), gen);
   ep_channel_tell(c, h, w, ch, chunk / h.layout.channels + 1, false);
 }
 
@@ -148,16 +148,16 @@ DEV bool ep_hybrid_ready(const C c, const epHybridDispatchArgs &a, const epPlace
     return true;
   }
   if (o == w.domain) {
-    *row = ep_domain_row(g, w, w.up, u, o, t);
+    *row = ep_near_row(g, w, w.up, u, t);
     return c.bug == EP_BUG_SKIP_WAIT ||
-           ep_warp_wait_flag(g, ep_domain_flag(g, w, w.up, u, o, chunk), gen, EP_PHASE_DISPATCH_ROWS, s);
+           ep_warp_wait_flag(g, ep_near_flag(g, w, w.up, u, chunk), gen, EP_PHASE_DISPATCH_ROWS, s);
   }
   *row = ep_window(g, w.domain * w.ups + u) + ep_rail_row(g, h.layout.rail, w.domain, o, t);
   bool ok = true;
   if (p::lane() == 0 && c.bug != EP_BUG_SKIP_WAIT) {
     const uint64_t *tail = ep_tail_word(g, h, w, w.up, u, o, chunk % h.layout.channels);
     ok = ep_wait_value(g, [&] { return p::ld_acquire_sys(tail); }, epTailOf(gen, chunk / h.layout.channels + 1),
-                       EP_TAIL_ROLL, EP_PHASE_DISPATCH_ROWS, w.domain * w.ups + u);
+                       EP_TAIL_ROLL, EP_PHASE_DISPATCH_ROWS, u == w.up ? s : w.domain * w.ups + u);
   }
   ok = p::shfl(p::FULL, ok, 0);
   p::sync_warp();
@@ -195,7 +195,7 @@ DEV void ep_hybrid_arrange(const C c, const epHybridDispatchArgs &a, uint32_t s,
   const epDispatchArgs &d = a.plain;
   uint32_t l = p::lane(), me = d.group.rank, locals = c.experts / c.ranks, weight = 0;
   const uint32_t *meta = ep_record_meta(c, d.group, d.recordLayout, d.record, s, j);
-  uint32_t token = p::ldg<uint32_t>(meta), entry = l < c.topk ? p::ldg<uint32_t>(meta + 1 + l) : EP_NONE;
+  uint32_t token = EP_META_TOKEN(p::ldg<uint32_t>(meta)), entry = l < c.topk ? p::ldg<uint32_t>(meta + 1 + l) : EP_NONE;
   const uint8_t *tail = row + c.rowBytes, *scales = tail + (c.weights ? epWeightBytes(c.topk) : 0);
   if (s == me)
     scales = d.scales + (uint64_t)token * c.scaleBytes;
@@ -237,7 +237,7 @@ DEV void ep_hybrid_epilogue(const C c, const epHybridDispatchArgs &a, uint32_t g
     uint32_t j = (uint32_t)(i / c.ranks), s = (uint32_t)((w.rank + i) % c.ranks);
     if (j >= p::ldg<uint32_t>(recvCount + s))
       continue;
-    uint32_t t = p::ldg<uint32_t>(ep_record_meta(c, d.group, d.recordLayout, d.record, s, j));
+    uint32_t t = EP_META_TOKEN(p::ldg<uint32_t>(ep_record_meta(c, d.group, d.recordLayout, d.record, s, j)));
     const uint8_t *row = nullptr;
     if (!ep_hybrid_ready(c, a, w, s, t, gen, &row))
       return;

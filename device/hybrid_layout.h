@@ -11,9 +11,10 @@
  *   outMeta      u32 [B][2][K]             my decisions: EP_ENTRY(expert, position) or EP_NONE; row at the owner
  *   railCounts, railReplies, railMeta      [2][O] of them, from the rank of my index in each domain; half = generation & 1
  *   railTails    u64 [U][O][C]             how far rank u of my domain has got what its rail sends it: tails as below
- *   stageFlags   u32 [U][O B]              by writer: generation of the operation whose chunk of staged rows is complete
- *   stage        u8  [U - 1][O B][stride]  by writer, rows from ranks of my domain: row (o, j) is row j of my rail's rank in
- *                                          domain o. Dispatch uses those of my own domain, combine all
+ *   stageFlags   u32 [U][B]                by writer: generation of the dispatch whose chunk of staged rows is complete
+ *   sumFlags     u32 [O][P][B]             generation of the combine whose staged row is complete
+ *   stage        u8  [rows][stride]        rows from ranks of my domain. Dispatch: [U - 1][B], by writer and token. Combine:
+ *                                          [O][P][B], partial sums of token t of my rail's rank in domain o, by place
  *   rail         u8  [O - 1][B][stride]    rows from my rail's ranks, at their token index
  *   send         u8  [O - 1][B][stride]    rows on their way to the rail: what GIN reads must lie in the window
  *
@@ -25,6 +26,9 @@
  *
  *   fwdTokens    u32 [O]        tokens of my rail's rank in domain o
  *   forward      u32 [O][B][K]  its decisions for my domain: EP_ENTRY(expert, row at the owner) or EP_NONE
+ *
+ * A domain's rank of the sender's index stands for it there. Of the other ranks of the domain that have the token, the one with
+ * the lowest k has place 0, the next place 1: at most P = min(K, U - 1). Meta rows carry it above the token.
  */
 #ifndef EP_DEVICE_HYBRID_LAYOUT_H_
 #define EP_DEVICE_HYBRID_LAYOUT_H_
@@ -35,13 +39,16 @@
 #define EP_TAIL_ROLL 53u      /* bits in which tails are compared: those of a generation and EP_TAIL_BITS */
 #define EP_GENERATION_ROLL 32u
 
+#define EP_META_PLACE(token, place) ((uint32_t)(token) | (uint32_t)(place) << EP_ENTRY_POS_BITS)
+#define EP_META_PLACE_OF(word) ((word) >> EP_ENTRY_POS_BITS)
+
 /* How a kernel reaches the network: the backend's own. */
 typedef struct epGin {
   uint64_t comm, window;
 } epGin;
 
 typedef struct epHybridLayout {
-  uint64_t outCounts, outReplies, outMeta, railCounts, railReplies, railMeta, railTails, rail, send;
+  uint64_t outCounts, outReplies, outMeta, railCounts, railReplies, railMeta, railTails, sumFlags, rail, send;
   uint64_t state;     /* of epHybridState, in the group's scratch */
   uint32_t channels, contexts;
 } epHybridLayout;
@@ -78,13 +85,16 @@ EP_HD uint32_t epDomainWords(uint32_t scaleUp, uint32_t experts, uint32_t ranks)
   return scaleUp * (experts / ranks + 1);
 }
 
+/* Rows of a token that a domain's ranks store to the one that stands for its rank, at most. */
+EP_HD uint32_t epPlaces(uint32_t scaleUp, uint32_t topk) { return scaleUp - 1 < topk ? scaleUp - 1 : topk; }
+
 /* Fills both halves of the window's layout; `w` is the group's. */
 EP_HD void epHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, uint32_t contexts, epWindowLayout *w,
                             epHybridLayout *h) {
   uint64_t at = 0, domains = s.ranks / scaleUp, words = (uint64_t)s.experts / s.ranks + 1;
-  uint64_t domainWords = epDomainWords(scaleUp, s.experts, s.ranks), rows;
+  uint64_t domainWords = epDomainWords(scaleUp, s.experts, s.ranks), sums = domains * epPlaces(scaleUp, s.topk), rows;
   w->stageStride = epAlignUp((uint64_t)s.maxRowBytes + epWeightBytes(s.topk), EP_LINE);
-  w->chunks = (uint32_t)domains * s.maxTokens;
+  w->chunks = s.maxTokens;
   w->metaWords = 1 + s.topk;
   w->counts = epTake(&at, 2 * 8 * words * s.ranks);
   w->replies = epTake(&at, 2 * 8 * words * s.ranks);
@@ -96,11 +106,12 @@ EP_HD void epHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, uint
   w->metaFlags = epTake(&at, 4ull * s.ranks);
   w->credits = epTake(&at, 4ull * s.ranks);
   w->stageFlags = epTake(&at, 4ull * scaleUp * w->chunks);
+  h->sumFlags = epTake(&at, 4 * sums * s.maxTokens);
   w->meta = epTake(&at, 2 * 4ull * s.ranks * s.maxTokens * w->metaWords);
   h->outMeta = epTake(&at, 2 * 4ull * s.maxTokens * s.topk);
   h->railMeta = epTake(&at, 2 * 2 * 4ull * domains * s.maxTokens * s.topk);
   rows = s.maxTokens * w->stageStride;
-  w->stage = epTake(&at, (scaleUp - 1) * domains * rows);
+  w->stage = epTake(&at, (sums > scaleUp - 1 ? sums : scaleUp - 1) * rows);
   h->rail = epTake(&at, (domains - 1) * rows);
   h->send = epTake(&at, (domains - 1) * rows);
   w->bytes = at;

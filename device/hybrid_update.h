@@ -92,6 +92,7 @@ DEV void ep_hybrid_place(const C c, const epHybridUpdateArgs &a, uint32_t t0, ui
     if (r.first && (r.rankMask & below) == 0)
       p::sts<uint32_t>(ep_hist(c, w, c.experts + r.owner), row + p::popc(r.rankMask));
     uint32_t base = p::lane() / c.topk * c.topk, myRow = EP_NONE;
+    uint32_t placed = p::ballot(p::FULL, r.first && r.owner != g.rank && r.owner / at.ups == at.domain);
     for (uint32_t k = 0; k < c.topk; k++) { /* each k in turn offers its row to the lanes of its token */
       uint32_t src = base + k < 32 ? base + k : 31;
       bool first = p::shfl(p::FULL, r.first, src);
@@ -106,7 +107,7 @@ DEV void ep_hybrid_place(const C c, const epHybridUpdateArgs &a, uint32_t t0, ui
       uint32_t *meta = ep_meta(g, c.ranks, owner, g.rank, gen) + (uint64_t)itsRow * g.window.metaWords;
       p::stg<uint32_t>(meta + 1 + r.k, mine ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
       if (r.k == 0)
-        p::stg<uint32_t>(meta, r.token);
+        p::stg<uint32_t>(meta, EP_META_PLACE(r.token, p::popc(placed & ((1u << src) - (1u << base)))));
     }
     if (r.inside) {
       uint64_t i = (uint64_t)r.token * c.topk + r.k, o = 2ull * r.token * c.topk + r.k;
@@ -182,13 +183,15 @@ DEV void ep_forward_token(const C c, const epHybridUpdateArgs &a, uint32_t o, ui
     p::stg<uint32_t>((uint32_t *)(a.plain.record + rec.forward) + ((uint64_t)o * g.maxTokens + t) * c.topk + l,
                      here ? EP_ENTRY(expert, row) : EP_NONE);
   uint32_t mates = p::match_any(p::FULL, here ? owner : ep_lone_key());
-  for (uint32_t m = p::ballot(p::FULL, here && (mates & ep_lanes_below()) == 0); m; m &= m - 1) {
-    uint32_t dst = p::shfl(p::FULL, owner, p::ffs(m) - 1), itsRow = p::shfl(p::FULL, row, p::ffs(m) - 1);
+  bool first = here && (mates & ep_lanes_below()) == 0;
+  uint32_t placed = p::ballot(p::FULL, first && owner != w.rank);
+  for (uint32_t m = p::ballot(p::FULL, first); m; m &= m - 1) {
+    uint32_t from = p::ffs(m) - 1, dst = p::shfl(p::FULL, owner, from), itsRow = p::shfl(p::FULL, row, from);
     uint32_t *meta = ep_meta(g, c.ranks, dst, o * w.ups + w.up, gen) + (uint64_t)itsRow * g.window.metaWords;
     if (l < c.topk)
       p::stg<uint32_t>(meta + 1 + l, here && owner == dst ? EP_ENTRY(expert % locals, EP_ENTRY_POS(entry)) : EP_NONE);
     if (l == 0)
-      p::stg<uint32_t>(meta, t);
+      p::stg<uint32_t>(meta, EP_META_PLACE(t, p::popc(placed & ((1u << from) - 1))));
   }
 }
 

@@ -69,6 +69,9 @@
 #define EP_ENTRY_EXPERT(entry) ((entry) >> EP_ENTRY_POS_BITS)
 #define EP_ENTRY_POS(entry) ((entry) & (EP_MAX_ENTRIES - 1u))
 
+/* First word of a meta row: the token, and above it what hybrid kernels keep there. */
+#define EP_META_TOKEN(word) ((word) & (EP_MAX_ENTRIES - 1u))
+
 /* What the sizes depend on; equal on all ranks. */
 typedef struct epShape {
   uint32_t ranks, experts, topk; /* topk: of the handle for a record, the largest of the group for the window */

@@ -28,7 +28,7 @@ static void epReceivedRows(const struct ncclEpHandle *h, ncclEpHandleMetadata_t 
   int flat = h->layout == NCCL_EP_LAYOUT_FLAT;
   for (uint32_t j = 0; j < n; j++, meta += 1 + h->topk) {
     if (m->source_rank) m->source_rank[first + j] = (int)rank;
-    if (m->source_token) m->source_token[first + j] = (int)meta[0];
+    if (m->source_token) m->source_token[first + j] = (int)EP_META_TOKEN(meta[0]);
     for (uint32_t k = 0; m->received_slot && k < h->topk; k++) {
       uint32_t entry = meta[1 + k];
       long long slot = entry == EP_NONE ? -1
