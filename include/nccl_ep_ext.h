@@ -1,6 +1,6 @@
 /*
  * What libnccl_ep adds to the NCCL EP interface (nccl_ep.h): sizes ahead of time, group properties, dispatch with
- * scales in columns, exact counts on the host, the routing record's metadata, compiling ahead, the last error of a
+ * scales in columns, combine with biases, exact counts on the host, the routing record's metadata, compiling ahead, the last error of a
  * thread, and communicators of the emulated fabric, on which every ncclEp* call runs without a GPU.
  *
  * Nothing here appends a field to a struct of nccl_ep.h. Every struct here starts with `size` and `magic` and is filled

@@ -418,6 +418,15 @@ static void optionsRefused(epTestRank *me, const plan *p, ncclEpHandle_t h, batc
   EXPECT_ERROR(me, ncclEpDispatchExt(h, &in, &out, NULL, NULL, &ext, NULL), ncclInvalidUsage, "scale_column_stride is 64");
   ext.scale_column_stride = 0, ext.no_zero_pad = 1;
   EXPECT_ERROR(me, ncclEpDispatchExt(h, &in, &out, NULL, NULL, &ext, NULL), ncclInvalidUsage, "no_zero_pad is 1");
+  ext.no_zero_pad = 0, ext.num_sms = 4;
+  EXPECT_ERROR(me, ncclEpDispatchExt(h, &in, &out, NULL, NULL, &ext, NULL), ncclInvalidUsage, "num_sms is 4");
+  ncclEpCombineExtConfig_t options = NCCL_EP_COMBINE_EXT_CONFIG_INIT;
+  ncclEpCombineInputs_t from = NCCL_EP_COMBINE_INPUTS_INIT;
+  ncclEpCombineOutputs_t sums = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  options.bias[1] = in.tokens;
+  EXPECT_ERROR(me, ncclEpCombineExt(h, &from, &sums, NULL, &options, NULL), ncclInvalidUsage, "bias[1] is given");
+  options.bias[1] = NULL, options.num_sms = 4;
+  EXPECT_ERROR(me, ncclEpCombineExt(h, &from, &sums, NULL, &options, NULL), ncclInvalidUsage, "num_sms is 4");
   ahead.layout = p->layout, ahead.hidden = p->hidden, ahead.top_k = p->topk, ahead.index_type = ncclInt64;
   ahead.dispatch_type = ahead.combine_type = ncclBfloat16;
   ahead.backward = 1;

@@ -24,7 +24,8 @@ enum { ARCHS = sizeof(archs) / sizeof(archs[0]) };
 /* What a kernel is specialised by, without what the target decides. */
 typedef struct {
   int kernel;
-  uint32_t ranks, experts, topk, rowBytes, dtype, layout, weights, indexBytes, scaleBytes;
+  uint32_t ranks, experts, topk, rowBytes, dtype, layout, weights, indexBytes;
+  uint32_t extra; /* dispatch: bytes of scales; combine: biases */
 } matrixCase;
 
 #define FLAT EP_LAYOUT_KIND_FLAT
@@ -49,6 +50,7 @@ static const matrixCase cases[] = {
     {EP_KERNEL_COMBINE, 8, 64, 9, 16, EP_DTYPE_F16, FLAT, 1, 0, 0},
     {EP_KERNEL_COMBINE, 72, 576, 32, 32768, EP_DTYPE_F16, MAJOR, 0, 0, 0},
     {EP_KERNEL_COMBINE, 8, 64, 1, 28672, EP_DTYPE_F32, FLAT, 0, 0, 0},
+    {EP_KERNEL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, MAJOR, 0, 0, 2},
     {EP_KERNEL_LL_UPDATE, 2, 256, 8, 0, 0, RANKS, 0, 8, 0},
     {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, RANKS, 1, 0, 0},
     {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, PLACES, 0, 0, 0},
@@ -87,7 +89,10 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   config->layout = c->layout;
   config->weights = c->weights;
   config->indexBytes = c->indexBytes;
-  config->scaleBytes = c->scaleBytes;
+  if (c->kernel == EP_KERNEL_COMBINE)
+    config->bias = c->extra;
+  else
+    config->scaleBytes = c->extra;
   r = c->kernel >= EP_KERNEL_LL_UPDATE
           ? epPolicyLl("matrix", &target, epPolicySms(&target, 0), c->kernel, 128, config, &grid)
       : c->kernel == EP_KERNEL_UPDATE
@@ -125,7 +130,7 @@ static void matrix(void **state) {
   for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
 
   printf("# %-20s %5s %5s %5s %3s %6s %5s %6s %3s %3s %6s %7s %5s %6s %6s %8s %7s\n", "kernel", "arch", "ranks", "exps",
-         "k", "row", "dtype", "layout", "w", "idx", "scales", "threads", "regs", "spill", "stack", "bytes", "s");
+         "k", "row", "dtype", "layout", "w", "idx", "extra", "threads", "regs", "spill", "stack", "bytes", "s");
   for (int a = 0; a < ARCHS; a++) {
     for (int i = 0; i < CASES; i++) {
       matrixResult *r = &results[a][i];
@@ -141,7 +146,7 @@ static void matrix(void **state) {
       int ok = elf && fits && r->code.spillBytes == 0;
       printf("  %-20s sm_%-3d %4u %5u %3u %6u %5u %6u %3u %3u %6u %7u %5d %6d %6d %8zu %7.3f%s\n",
              epJitEntryName(c->kernel), archs[a], c->ranks, c->experts, c->topk, c->rowBytes, c->dtype, c->layout,
-             c->weights, c->indexBytes, c->scaleBytes, r->config.threads, r->code.registers, r->code.spillBytes,
+             c->weights, c->indexBytes, c->extra, r->config.threads, r->code.registers, r->code.spillBytes,
              r->code.localBytes, r->code.bytes, r->code.seconds, ok ? "" : "  <- not good");
       total += r->code.seconds;
       bad += !ok;
