@@ -183,6 +183,29 @@ class Expanded(Case):
         self.check(15, 4, 4, domains=2, minus_one=0.1)
 
 
+class Types(Case):
+    def test_sums(self):
+        """Biases and rows of the other types that combine sums: whole numbers, which all of them hold."""
+        data = batches(25, 2)
+        for b in data:
+            b.x = np.round(b.x * 4)
+
+        def body(rank):
+            b, flat = data[rank.rank()], reference.Flat(data, rank.rank(), EXPERTS)
+            buffer = buffer_of(rank, hidden=2 * HIDDEN)
+            owners = np.array([len(set(i[i >= 0] // (EXPERTS // 2))) for i in b.idx])
+            for dtype in ('float16', 'float32'):
+                recv, _, _, handle, _ = buffer.dispatch(rank.tensor(b.x.astype(dtype)), rank.tensor(b.idx),
+                                                        rank.tensor(b.weights), num_experts=EXPERTS)
+                self.equal(recv.numpy(), flat.gather(data, 'x').astype(dtype), 'tokens')
+                bias = [rank.tensor(np.full(b.x.shape, v, dtype)) for v in (5, -2)]
+                combined, _, _ = buffer.combine(recv, handle, bias=tuple(bias))
+                self.assertEqual(combined.dtype, dtype)
+                self.equal(combined.numpy(), b.x * owners[:, None] + 3, 'sums')
+            buffer.destroy()
+        emu.run(body, 2, seed=4)
+
+
 class Scales(Case):
     def check(self, expand, columns):
         data = batches(21, 2, hidden=256)
