@@ -1,5 +1,5 @@
 /* A backend object for a communicator: topology, memory, copies, and exchanges over NCCL. Windows are in cuda_window.c,
- * kernels in cuda_kernel.c. */
+ * kernels in cuda_kernel.c, questions about addresses in cuda_address.c. */
 #include "cuda_backend.h"
 
 #include <stdlib.h>
@@ -309,28 +309,6 @@ static ncclResult_t isCapturing(epBackend *base, cudaStream_t stream, int *captu
   return r;
 }
 
-/* Once for every tensor of every call: one question to the driver. It may be asked while a stream is captured. */
-static ncclResult_t isDeviceAddress(epBackend *base, const void *dev, int *yes) {
-  epCuda *be = cudaOf(base);
-  epCudaScope scope;
-  unsigned type = 0, managed = 0;
-  int ordinal = -1, pageable = 0;
-  int wanted[] = {EP_CU_POINTER_MEMORY_TYPE, EP_CU_POINTER_IS_MANAGED, EP_CU_POINTER_DEVICE_ORDINAL};
-  void *values[] = {&type, &managed, &ordinal};
-  ncclResult_t r = epCudaCurrent(be, &scope);
-  if (r != ncclSuccess) return r;
-  epCuResult rc = be->cu->pointerGetAttributes(3, wanted, values, (epCuPtr)dev);
-  if (rc == EP_CU_INVALID_VALUE || (rc == EP_CU_SUCCESS && type == 0)) {
-    /* Memory CUDA knows nothing of: kernels reach it only where the system shares page tables with the GPU. */
-    rc = be->cu->deviceGetAttribute(&pageable, EP_CU_ATTR_PAGEABLE_MEMORY_ACCESS, be->device);
-    *yes = rc != EP_CU_SUCCESS || pageable;
-  } else {
-    *yes = rc != EP_CU_SUCCESS || type != EP_CU_MEMORYTYPE_DEVICE || managed || ordinal == be->topology.device;
-  }
-  epCudaRestore(be, &scope);
-  return ncclSuccess;
-}
-
 static void relax(epBackend *base, uint64_t deadlineNs) {
   uint64_t ns = now();
   (void)base;
@@ -379,7 +357,7 @@ static const epBackendOps ops = {.name = "cuda",
                                  .copyToHost = copyToHost,
                                  .synchronize = synchronize,
                                  .isCapturing = isCapturing,
-                                 .isDeviceAddress = isDeviceAddress,
+                                 .isDeviceAddress = epCudaIsDeviceAddress,
                                  .relax = relax,
                                  .ginCreate = ginCreate};
 

@@ -51,6 +51,8 @@ ncclResult_t epCudaWindowCreate(epBackend *base, size_t bytes, epWindow **out, v
 ncclResult_t epCudaWindowDestroy(epBackend *base, epWindow *window);
 ncclResult_t epCudaWindowAddress(epBackend *base, ncclWindow_t win, uint64_t offset, void **dev);
 
+ncclResult_t epCudaIsDeviceAddress(epBackend *base, const void *dev, int *yes);
+
 ncclResult_t epCudaKernel(epBackend *base, int kernelId, const epConfig *config, epKernel **out);
 ncclResult_t epCudaLaunch(epBackend *base, epKernel *kernel, const epLaunch *launch, cudaStream_t stream);
 void epCudaKernelsRelease(epCuda *be);

@@ -82,8 +82,8 @@ static void epGroupLook(struct ncclEpGroup *g) {
   epErrorRecord *e = &g->shared->error;
   char text[256];
   if (!g->lost && epShared(&e->code) != EP_ERR_NONE) {
-    g->lost = 1;
     g->lostBy = *e;
+    __atomic_store_n(&g->lost, 1, __ATOMIC_RELEASE);
     epLostText(g, e, text, sizeof text);
     epLog(EP_LOG_WARN, "group %p: %s", (void *)g, text);
   }
@@ -99,9 +99,16 @@ static void epGroupLook(struct ncclEpGroup *g) {
   }
 }
 
+/* Kernels have reported something since the report was last cleared. */
+static int epReported(const epErrorRecord *e) {
+  return epShared(&e->code) || epShared(&e->badIndexCode) || epShared(&e->overflowNeeded);
+}
+
 ncclResult_t epGroupUsable(const char *call, struct ncclEpGroup *g) {
   ncclResult_t r = ncclSuccess;
   char text[256];
+  /* As almost always: nothing to tell. */
+  if (!__atomic_load_n(&g->lost, __ATOMIC_ACQUIRE) && !epReported(&g->shared->error)) return ncclSuccess;
   pthread_mutex_lock(&g->lock);
   epGroupLook(g);
   if (g->lost) {
@@ -117,7 +124,7 @@ int epGroupAsyncError(struct ncclEpGroup *g) {
   pthread_mutex_lock(&g->lock);
   epGroupLook(g);
   pthread_mutex_unlock(&g->lock);
-  return epShared(&e->code) || epShared(&e->badIndexCode) || epShared(&e->overflowNeeded);
+  return epReported(e);
 }
 
 void epGroupErrorClear(struct ncclEpGroup *g) {

@@ -60,7 +60,7 @@ struct ncclEpGroup {
   struct ncclEpHandle *handles; /* list */
   uint32_t updatesIssued;       /* generation of the last update that was launched outside of captures */
   int updatesCaptured;          /* graphs may add updates that the host cannot count */
-  int lost;                     /* a wait gave up: generations of the ranks may differ */
+  int lost;                     /* atomic: a wait gave up, generations of the ranks may differ */
   epErrorRecord lostBy;
   int reported; /* bits of what the log has been told */
 };

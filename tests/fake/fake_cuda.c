@@ -146,7 +146,7 @@ CALL(cuCtxSynchronize, void) {
   NOT_CAPTURING();
   return OK;
 }
-/* Which device has what; what no allocation tells is the first one's. */
+/* Which device has what; what no allocation tells is the first one's, a page of it. */
 enum { ALLOCATIONS = 1024 };
 static struct {
   ptr at;
@@ -167,12 +167,17 @@ static void remember(ptr at, size_t bytes) {
     }
   pthread_mutex_unlock(&allocationsLock);
 }
-static int deviceOf(ptr p) {
+static int deviceOf(ptr p, ptr *start, size_t *bytes) {
   int device = 0;
+  *start = p & ~(ptr)4095;
+  *bytes = 4096;
   pthread_mutex_lock(&allocationsLock);
   for (int i = 0; i < ALLOCATIONS; i++)
-    if (allocations[i].at && p >= allocations[i].at && p - allocations[i].at < allocations[i].bytes)
+    if (allocations[i].at && p >= allocations[i].at && p - allocations[i].at < allocations[i].bytes) {
       device = allocations[i].device;
+      *start = allocations[i].at;
+      *bytes = allocations[i].bytes;
+    }
   pthread_mutex_unlock(&allocationsLock);
   return device;
 }
@@ -238,9 +243,17 @@ static int isCaptured(const void *stream) {
 }
 /* Host memory; memory of nobody; device memory. */
 CALL(cuPointerGetAttributes, unsigned count, int *attributes, void **values, ptr p) {
+  ptr start;
+  size_t bytes;
+  int device = deviceOf(p, &start, &bytes);
   ENTER();
   for (unsigned i = 0; i < count; i++)
-    *(int *)values[i] = attributes[i] == 9 ? deviceOf(p) : attributes[i] != 2 ? 0 : p == 0x30 ? 1 : p == 0x40 ? 0 : 2;
+    if (attributes[i] == 11)
+      *(ptr *)values[i] = start;
+    else if (attributes[i] == 12)
+      *(size_t *)values[i] = bytes;
+    else
+      *(int *)values[i] = attributes[i] == 9 ? device : attributes[i] != 2 ? 0 : p == 0x30 ? 1 : p == 0x40 ? 0 : 2;
   return OK;
 }
 CALL(cuStreamCreate, void **stream, unsigned flags) {
