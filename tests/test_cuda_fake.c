@@ -345,6 +345,8 @@ static ncclEpTensor_t tensorOf(unsigned ndim, ncclDataType_t type, const size_t 
   return t;
 }
 
+static unsigned spent[3]; /* driver calls of the last layer's update, dispatch, combine */
+
 /* A rank alone, one layer: update, dispatch, combine. */
 static void oneLayer(ncclEpGroup_t g, ncclEpLayout_t layout) {
   int ll = g->config.algorithm == NCCL_EP_ALGO_LOW_LATENCY, rankMajor = layout == NCCL_EP_LAYOUT_RANK_MAJOR;
@@ -365,9 +367,15 @@ static void oneLayer(ncclEpGroup_t g, ncclEpLayout_t layout) {
   if (!ll || rankMajor) in.topk_weights = &w, result.topk_weights = &outW, result.topk_idx = &outIdx;
   if (ll && !rankMajor) sums.topk_weights = &w;
   assert_int_equal(ncclEpInitHandle(&h, g, layout, NULL, TOPK, NULL), ncclSuccess);
+  spent[0] = calls();
   assert_int_equal(ncclEpUpdateHandle(h, &idx, NULL, NULL), ncclSuccess);
+  spent[0] = calls() - spent[0];
+  spent[1] = calls();
   assert_int_equal(ncclEpDispatch(h, &in, &result, NULL, NULL, NULL), ncclSuccess);
+  spent[1] = calls() - spent[1];
+  spent[2] = calls();
   assert_int_equal(ncclEpCombine(h, &back, &sums, NULL, NULL), ncclSuccess);
+  spent[2] = calls() - spent[2];
   assert_int_equal(ncclEpHandleDestroy(h), ncclSuccess);
 }
 
@@ -376,6 +384,7 @@ static void oneLayer(ncclEpGroup_t g, ncclEpLayout_t layout) {
 static void kernelsAhead(void **state) {
   static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_FLAT, NCCL_EP_LAYOUT_RANK_MAJOR, NCCL_EP_LAYOUT_EXPERT_MAJOR};
   struct ncclComm comm = {0, 1, &theWorld};
+  void *context = NULL;
   int version = 0;
   (void)state;
   ncclGetVersion(&version);
@@ -422,8 +431,13 @@ static void kernelsAhead(void **state) {
     prepare.index_type = ncclInt64;
     assert_int_equal(ncclEpPrepare(g, &prepare), ncclSuccess);
     assert_int_equal(g->kernelCount, 3);
+    assert_int_equal(pushContext(((epCuda *)g->be)->context), 0); /* as frameworks have it */
     oneLayer(g, layouts[i]);
     assert_int_equal(g->kernelCount, 3);
+    assert_int_equal(spent[0], i ? 2 : 4); /* which context, launch; high throughput also: is this a capture */
+    assert_int_equal(spent[1], 2);
+    assert_int_equal(spent[2], 2);
+    assert_int_equal(popContext(&context), 0);
     assert_int_equal(ncclEpGroupDestroy(g), ncclSuccess);
     assert_int_equal(live(), 0);
   }
