@@ -56,7 +56,8 @@ class ElasticBuffer:
       num_bytes: instead of these, a limit for the window in bytes.
       deterministic: always the case, whatever is said here.
       allow_hybrid_mode: no effect within one scale-up domain; several need it.
-      allow_multiple_reduction: False leaves out the rounding of a rank's sums; not supported yet when expanding.
+      allow_multiple_reduction: False sums without rounding on the way: not supported yet where there is any (expanded
+        dispatches, several domains).
       prefer_overlap_with_compute: use a third of the SMs instead of all.
       sl_idx, num_allocated_qps: taken, without effect.
       num_gpu_timeout_secs: for waits of kernels and for host waits; num_cpu_timeout_secs: taken, without effect.
@@ -407,9 +408,9 @@ class ElasticBuffer:
             raise ValueError('bias is a tuple of %d tensors: expected at most two' % len(bias))
         for i, t in enumerate(bias):
             self._check('bias[%d]' % i, t)
-        if handle.do_expand and not self.allow_multiple_reduction:
-            raise _missing('combine of an expanded dispatch with allow_multiple_reduction=False',
-                           'sums without the rounding on the experts\' ranks')
+        if not self.allow_multiple_reduction and (handle.do_expand or self._domains > 1):
+            raise _missing('allow_multiple_reduction=False in combine of an expanded dispatch or across domains',
+                           'sums without rounding on the way')
         if topk_weights is not None:
             self._check('topk_weights', topk_weights)
         op = port.operation(previous_event, allocate_on_comm_stream, async_with_compute_stream)
