@@ -51,6 +51,7 @@ static ncclResult_t load(epCuda *be, int kernelId, const epConfig *config, loade
   memset(&code, 0, sizeof(code));
   ncclResult_t r = openJit(&compiler);
   if (r != ncclSuccess) return r;
+  epJitUseNccl(compiler, be->nccl->version);
   r = epJitCompile(compiler, kernelId, config, be->topology.arch, &code);
   if (r != ncclSuccess) return r;
   k = calloc(1, sizeof(*k));

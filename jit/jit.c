@@ -15,6 +15,7 @@
 #include "compile.h"
 #include "dump.h"
 #include "fail.h"
+#include "headers.h"
 #include "jit_ext.h"
 #include "nvrtc.h"
 #include "source.h"
@@ -35,6 +36,7 @@ typedef struct {
   epJitKey key;
   char *source;
   char archOption[40], label[80];
+  epHeaders headers; /* of kernels of several scale-up domains */
   epCompileJob job;
 } epJitRequest;
 
@@ -55,6 +57,7 @@ struct epJit {
   epCache *cache;
   char dump[512];
   int lineInfo, verbose;
+  int nccl; /* version code, atomic */
   unsigned long long headers[2];
 };
 
@@ -97,6 +100,8 @@ ncclResult_t epJitOpenAt(epJit **out, const char *folder) {
 }
 
 ncclResult_t epJitOpen(epJit **out) { return epJitOpenAt(out, NULL); }
+
+void epJitUseNccl(epJit *jit, int version) { __atomic_store_n(&jit->nccl, version, __ATOMIC_RELAXED); }
 
 const char *epJitCacheFolder(epJit *jit, const char **why) { return epCacheFolder(jit->cache, why); }
 
@@ -153,6 +158,20 @@ static ncclResult_t pickTarget(const epNvrtc *nvrtc, int arch, int *target) {
   return ncclSuccess;
 }
 
+/* Adds NCCL's headers, and what makes NVRTC take them, to a job. */
+static ncclResult_t addNccl(epJit *jit, const epNvrtc *nvrtc, epJitRequest *r) {
+  epCompileJob *job = &r->job;
+  ncclResult_t rc = epHeadersFind(__atomic_load_n(&jit->nccl, __ATOMIC_RELAXED), nvrtc->path, &r->headers);
+  if (rc != ncclSuccess) return rc;
+  job->bundles[1] = r->headers.nccl;
+  job->bundles[2] = &epNcclPreludeBundle;
+  job->bundles[3] = &epNcclShimBundle;
+  job->options[job->optionCount++] = "-diag-suppress=1866"; /* attributes that NVRTC ignores where they stand */
+  job->options[job->optionCount++] = r->headers.cuda;
+  job->options[job->optionCount++] = r->headers.cccl;
+  return ncclSuccess;
+}
+
 static ncclResult_t makeRequest(epJit *jit, const epNvrtc *nvrtc, int kernelId, const epConfig *config, int arch,
                                 epJitRequest *r) {
   int target = 0;
@@ -176,9 +195,19 @@ static ncclResult_t makeRequest(epJit *jit, const epNvrtc *nvrtc, int kernelId, 
   if (jit->lineInfo) job->options[job->optionCount++] = "-lineinfo";
   job->keepPtx = jit->dump[0] != 0;
 
+  if (kernelId >= EP_KERNEL_HYBRID_UPDATE) {
+    rc = addNccl(jit, nvrtc, r);
+    if (rc != ncclSuccess) return rc;
+  }
+
   XXH128_hash_t text = XXH3_128bits(r->source, strlen(r->source) + 1);
   for (int i = 0; i < job->optionCount; i++)
     text = XXH3_128bits_withSeed(job->options[i], strlen(job->options[i]) + 1, text.low64 ^ text.high64);
+  for (int i = 1; i < EP_COMPILE_MAX_BUNDLES && job->bundles[i]; i++) {
+    unsigned long long sum[2];
+    epBundleHash(job->bundles[i], sum);
+    text = XXH3_128bits_withSeed(sum, sizeof(sum), text.low64 ^ text.high64);
+  }
   snprintf(r->label, sizeof(r->label), "%s-sm_%d", job->name, target);
   r->key.version = EP_KEY_VERSION;
   r->key.kernelId = (uint32_t)kernelId;

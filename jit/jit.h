@@ -23,6 +23,9 @@ typedef struct epJitCode {
 } epJitCode;
 
 ncclResult_t epJitOpen(epJit **out);
+/* Version code of the NCCL that will run the kernels: those of several scale-up domains are compiled with headers that it
+ * accepts. Not called: with the newest that are embedded. */
+void epJitUseNccl(epJit *jit, int version);
 void epJitClose(epJit *jit);
 /* arch: 80, 90, 100, 120 (or a relative such as 86, 103: compiled for exactly that). */
 ncclResult_t epJitCompile(epJit *jit, int kernelId, const epConfig *config, int arch, epJitCode *out);

@@ -16,8 +16,8 @@
 #include "cuda_targets.h"
 #include "fail.h"
 #include "hybrid.h"
-#include "jit.h"
-#include "source.h"
+#include "headers.h"
+#include "jit_ext.h"
 
 static const char source[] =
     "#include \"nccl_prelude.h\"\n"
@@ -87,39 +87,65 @@ static void headerSets(void **state) {
   assert_int_equal(bad, 0);
 }
 
-/* The library's own kernels, over GIN. */
+/* The library's own kernels, over GIN, for a runtime of each set's version: the JIT finds the set. */
 static void hybridKernels(void **state) {
-  static const int sm = 90;
   epTopology topology;
+  epJit *jit;
   int bad = 0;
   (void)state;
+  assert_int_equal(epCudaTarget(90, &topology), ncclSuccess);
+  topology.ranks = 16, topology.scaleUpRanks = 8, topology.scaleOutRanks = 2;
+  assert_int_equal(epJitOpenAt(&jit, ""), ncclSuccess);
   for (int s = 0; s < epNcclBundleCount; s++)
     for (int i = EP_KERNEL_UPDATE; i <= EP_KERNEL_COMBINE; i++) {
-      int id = i;
       epConfig c;
       epGrid grid;
-      char *text;
-      assert_int_equal(epCudaTarget(sm, &topology), ncclSuccess);
-      topology.ranks = 16, topology.scaleUpRanks = 8, topology.scaleOutRanks = 2;
+      epJitCode code;
       memset(&c, 0, sizeof(c));
       c.ranks = 16, c.experts = 256, c.topk = 8, c.layout = EP_LAYOUT_KIND_EXPERT_MAJOR;
-      if (id == EP_KERNEL_UPDATE) {
+      if (i == EP_KERNEL_UPDATE) {
         c.indexBytes = 8;
         assert_int_equal(epPolicyUpdate(&topology, 132, 4096, &c, &grid), ncclSuccess);
       } else {
-        c.rowBytes = 14336, c.weights = id == EP_KERNEL_DISPATCH, c.dtype = EP_DTYPE_BF16;
-        assert_int_equal(epPolicyMove("test", &topology, 132, id, &c, &grid), ncclSuccess);
+        c.rowBytes = 14336, c.weights = i == EP_KERNEL_DISPATCH, c.dtype = EP_DTYPE_BF16;
+        assert_int_equal(epPolicyMove("test", &topology, 132, i, &c, &grid), ncclSuccess);
       }
-      id = epHybridKernel(id, &c);
-      assert_int_equal(epJitSource(id, &c, sm, &text), ncclSuccess);
-      bad += compileOne(epJitEntryName(id), text, &epNcclBundles[s], sm);
-      free(text);
+      epJitUseNccl(jit, epNcclBundles[s].code);
+      if (epJitCompile(jit, epHybridKernel(i, &c), &c, 90, &code) != ncclSuccess) {
+        printf("  NCCL %s: %s\n", epNcclBundles[s].version, epLastError());
+        bad++;
+        continue;
+      }
+      printf("  NCCL %s: %s: %zu bytes, %d registers, %d bytes spilled, %.1f s\n", epNcclBundles[s].version,
+             epJitEntryName(epHybridKernel(i, &c)), code.bytes, code.registers, code.spillBytes, code.seconds);
+      bad += code.spillBytes != 0 || code.fromCache;
+      epJitFree(&code);
     }
+  epJitClose(jit);
   assert_int_equal(bad, 0);
 }
 
+/* Which headers a runtime takes, and what is said when it takes none. */
+static void versions(void **state) {
+  static const struct {
+    int runtime, set, accepts;
+  } cases[] = {{22809, 22809, 1}, {22811, 22809, 1}, {22809, 22811, 0}, {23007, 22809, 0}, {23007, 22902, 1},
+               {23203, 23007, 1}, {23007, 23203, 0}, {22901, 22900, 1}, {22902, 22901, 0}};
+  epHeaders headers;
+  (void)state;
+  for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
+    if (epNcclAccepts(cases[i].runtime, cases[i].set) != cases[i].accepts)
+      fail_msg("NCCL %d and headers of %d", cases[i].runtime, cases[i].set);
+  assert_int_equal(epHeadersFind(20000, nvrtc->path, &headers), ncclInvalidUsage); /* older than all sets */
+  assert_non_null(strstr(epLastError(), "NCCL 2.0.0"));
+  assert_non_null(strstr(epLastError(), epNcclBundleVersions()));
+  assert_int_equal(epHeadersFind(0, nvrtc->path, &headers), ncclSuccess);
+  assert_ptr_equal(headers.nccl, &epNcclBundles[epNcclBundleCount - 1]);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(headerSets), cmocka_unit_test(hybridKernels)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(headerSets), cmocka_unit_test(hybridKernels),
+                                     cmocka_unit_test(versions)};
   if (epNcclBundleCount == 0) {
     printf("skipped: no NCCL device headers were found when this was built\n");
     return 77;
