@@ -25,22 +25,23 @@ enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
 /* Everything a kernel is specialised by, and nothing that changes with the tokens. All fields are uint32_t, so that the
  * struct's bytes are the cache key. The GPU compiles each field as a constexpr; the emulator reads the same names at
  * run time. Fields that a kernel does not use are 0. The X-macro is the one list of them. */
-#define EP_CONFIG_FIELDS(X)                                                                                            \
-  X(ranks)                                                                                                             \
-  X(experts)                                                                                                           \
-  X(topk)                                                                                                              \
-  X(rowBytes)  /* token bytes of a row; 0 for update */                                                                \
-  X(dtype)     /* EP_DTYPE_*: combine only */                                                                          \
-  X(layout)    /* EP_LAYOUT_KIND_* */                                                                                  \
-  X(scaleBytes) /* of a token's row of scales, a multiple of 4; 0: none */                                             \
-  X(bias)      /* rows that combine's sums start from: 0, 1 or 2 */                                                    \
-  X(weights)   /* rows carry K FP32 weights: forward dispatch, backward combine */                                     \
-  X(indexBytes) /* 4 or 8: update's topk_idx */                                                                        \
-  X(threads)   /* a block */                                                                                           \
-  X(stageBytes) /* of a warp stage in dispatch and combine */                                                                \
-  X(bulk)      /* the target has bulk copies (SM90 and up) */                                                          \
-  X(scaleUp)   /* ranks of a scale-up domain; hybrid kernels only, else 0 */                                           \
-  X(bug)       /* emulator's planted faults (device/bugs.h); 0 on GPUs */
+#define EP_CONFIG_FIELDS(X)                                                                         \
+  X(ranks)                                                                                          \
+  X(experts)                                                                                        \
+  X(topk)                                                                                           \
+  X(rowBytes)   /* token bytes of a row; 0 for update */                                            \
+  X(dtype)      /* EP_DTYPE_*: combine only */                                                      \
+  X(layout)     /* EP_LAYOUT_KIND_* */                                                              \
+  X(scaleBytes) /* of a token's row of scales, a multiple of 4; 0: none */                          \
+  X(bias)       /* rows that combine's sums start from: 0, 1 or 2 */                                \
+  X(weights)    /* rows carry K FP32 weights: forward dispatch, backward combine */                 \
+  X(indexBytes) /* 4 or 8: update's topk_idx */                                                     \
+  X(threads)    /* a block */                                                                       \
+  X(stageBytes) /* of a warp stage in dispatch and combine */                                       \
+  X(fused)      /* dispatch only: it makes the routing record itself, from the caller's topk_idx */ \
+  X(bulk)       /* the target has bulk copies (SM90 and up) */                                      \
+  X(scaleUp)    /* ranks of a scale-up domain; hybrid kernels only, else 0 */                        \
+  X(bug)        /* emulator's planted faults (device/bugs.h); 0 on GPUs */
 
 typedef struct epConfig {
 #define X(name) uint32_t name;
@@ -64,14 +65,14 @@ enum {
 
 /* Host-visible (mapped) memory, one a group. The kernel fills the fields, then sets `code` last (release). */
 typedef struct epErrorRecord {
-  uint32_t code;     /* EP_ERR_* ; first error wins */
+  uint32_t code; /* EP_ERR_* ; first error wins */
   uint32_t pad0;
   uint32_t phase, peer, block;
   uint32_t expected, seen;
-  uint32_t badIndexCode;          /* 1: some topk_idx was outside [0, E) and not -1 */
+  uint32_t badIndexCode; /* 1: some topk_idx was outside [0, E) and not -1 */
   uint32_t badIndexToken, badIndexK, badIndexValue;
-  uint32_t overflowNeeded;        /* rows the last routing needs, when more than the budget; else 0 */
-  uint32_t badIndexHigh;          /* upper word of the value */
+  uint32_t overflowNeeded; /* rows the last routing needs, when more than the budget; else 0 */
+  uint32_t badIndexHigh;   /* upper word of the value */
   uint32_t pad[3];
 } epErrorRecord;
 
@@ -107,7 +108,7 @@ typedef struct epUpdateArgs {
   /* caller's counters, NULL where not asked for; *Wide: int64 instead of int32 */
   void *expertCounters, *expertOffsets, *recvTotal;
   uint32_t expertCountersWide, expertOffsetsWide, recvTotalWide;
-  uint32_t pad;
+  uint32_t firstBlock; /* of the grid: an update inside a dispatch has its blocks behind the senders */
   epHostCounts *hostCounts;
 } epUpdateArgs;
 
@@ -129,17 +130,18 @@ typedef struct epDispatchArgs {
   uint32_t globalIdx;          /* outIdx holds global ids instead of local ones */
   uint32_t zeroPad;            /* expert-major: zero-fill padding rows */
   uint32_t pushBlocks, blocks; /* blocks [0, pushBlocks) send, the rest run the epilogue */
+  epUpdateArgs update;         /* when cfg.fused: by the first blocks of the epilogue, before it */
 } epDispatchArgs;
 
 typedef struct epCombineArgs {
   epGroupArgs group;
   epRecordLayout recordLayout;
   const uint8_t *record;
-  const uint8_t *tokens;       /* expert outputs [capacity][rowBytes] */
-  const float *weights;        /* flat [capacity][K], expert-major [capacity]; when cfg.weights */
-  uint8_t *outTokens;          /* [T][rowBytes] */
-  float *outWeights;           /* [T][K] when cfg.weights */
-  const uint8_t *bias[2];      /* [T][rowBytes] each, the first cfg.bias of them */
+  const uint8_t *tokens; /* expert outputs [capacity][rowBytes] */
+  const float *weights;  /* flat [capacity][K], expert-major [capacity]; when cfg.weights */
+  uint8_t *outTokens;    /* [T][rowBytes] */
+  float *outWeights;     /* [T][K] when cfg.weights */
+  const uint8_t *bias[2]; /* [T][rowBytes] each, the first cfg.bias of them */
   uint32_t numTokens, capacity;
   uint32_t pushBlocks, blocks; /* as in dispatch */
 } epCombineArgs;
@@ -152,15 +154,18 @@ EP_HD uint32_t epUpdateSmem(const epConfig *c) {
   uint32_t gather = c->experts + 2 * c->ranks + 2 * (c->experts / c->ranks) + 2;
   return EP_VERDICT_BYTES + 4 * (histograms > gather ? histograms : gather);
 }
-/* dispatch and combine: the verdict word, the mbarriers between senders and their signaller, two mbarriers a sender, the
- * window addresses of all ranks; then two stages a sender, so that one is loaded while the other is stored. The block's last
+/* dispatch and combine: the verdict word, the mbarriers between senders and their signaller, the tickets it deals, two mbarriers a sender, the
+ * window addresses, rows and first flat rows of all ranks; then two stages a sender, so that one is loaded while the other is stored. The block's last
  * warp is the signaller and has no stage. */
 #define EP_SIGNAL_DEPTH 4u /* rounds that senders may be ahead of their signaller */
 EP_HD uint32_t epSenders(uint32_t threads) { return threads / 32 - 1; }
 /* 16 bytes stay free behind the mbarriers: compute-sanitizer's racecheck takes one for more than its 8 bytes */
-EP_HD uint32_t epTableOffset(uint32_t senders) { return EP_VERDICT_BYTES + 16 * EP_SIGNAL_DEPTH + 16 * senders + 16; }
+#define EP_DEALT 8u /* rounds whose tickets are kept */
+EP_HD uint32_t epDealOffset(void) { return EP_VERDICT_BYTES + 16 * EP_SIGNAL_DEPTH; }
+EP_HD uint32_t epBarOffset(void) { return epDealOffset() + 12 * EP_DEALT; }
+EP_HD uint32_t epTableOffset(uint32_t senders) { return epBarOffset() + 16 * senders + 16; }
 EP_HD uint32_t epControlSmem(uint32_t senders, uint32_t ranks) {
-  return (uint32_t)epAlignUp(epTableOffset(senders) + 8ull * ranks, 128);
+  return (uint32_t)epAlignUp(epTableOffset(senders) + 16ull * ranks, 128);
 }
 /* what travels behind the token bytes of a row: weights, then scales */
 EP_HD uint32_t epTailBytes(const epConfig *c) {
@@ -171,7 +176,9 @@ EP_HD uint32_t epRowBufferBytes(const epConfig *c) {
 }
 EP_HD uint32_t epMoveSmem(const epConfig *c) {
   uint32_t senders = epSenders(c->threads);
-  return epControlSmem(senders, c->ranks) + (c->bulk ? 2 * senders * c->stageBytes : 0);
+  uint32_t move = epControlSmem(senders, c->ranks) + (c->bulk ? 2 * senders * c->stageBytes : 0);
+  uint32_t update = c->fused ? epUpdateSmem(c) : 0;
+  return move > update ? move : update;
 }
 /* Sets threads and stageBytes of a dispatch or combine from the shared memory of a block: at most `maxSenders` warps beside the
  * signaller. A stage of dispatch is a chunk of rows; one of combine holds pieces of up to K rows, as large as fits. Returns
@@ -179,8 +186,7 @@ EP_HD uint32_t epMoveSmem(const epConfig *c) {
 EP_HD uint32_t epMovePlan(int kernelId, epConfig *c, uint32_t smemPerBlock, uint32_t maxSenders) {
   uint32_t senders = maxSenders, stage = epChunkRows(c->rowBytes) * epRowBufferBytes(c);
   uint32_t least = kernelId == EP_KERNEL_DISPATCH ? stage : (uint32_t)epAlignUp((uint64_t)EP_ROW_ALIGN * c->topk, 128);
-  while (senders && c->bulk && epControlSmem(senders, c->ranks) + 2ull * senders * least > smemPerBlock)
-    senders--;
+  while (senders && c->bulk && epControlSmem(senders, c->ranks) + 2ull * senders * least > smemPerBlock) senders--;
   if (senders && c->bulk && kernelId == EP_KERNEL_COMBINE) {
     uint32_t room = (smemPerBlock - epControlSmem(senders, c->ranks)) / (2 * senders) & ~127u;
     uint32_t most = c->topk * c->rowBytes;

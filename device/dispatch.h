@@ -12,6 +12,7 @@
 #define EP_DEVICE_DISPATCH_H_
 
 #include "rows.h"
+#include "update.h"
 
 /* A chunk of tokens on its way. In each token's element lane k holds k's owner and weight; sends: the lanes that are the
  * first of their remote owner. */
@@ -22,17 +23,25 @@ struct epChunk {
   uint32_t owner[EP_MAX_CHUNK_ROWS], sends[EP_MAX_CHUNK_ROWS];
 };
 
+/* Expert of decision `at`, or -1: of the record, or as the caller gave it where the record is only being made. */
+template <class C> DEV int32_t ep_decision(const C c, const epDispatchArgs &a, uint64_t at) {
+  if (!c.fused) return p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + at);
+  int64_t e = c.indexBytes == 8 ? p::ldg<int64_t>((const int64_t *)a.update.topkIdx + at)
+                                : (int64_t)p::ldg<int32_t>((const int32_t *)a.update.topkIdx + at);
+  return e >= 0 && e < (int64_t)c.experts ? (int32_t)e : -1;
+}
+
 /* Asks for what is known of chunk `index`; nothing waits for the answers yet. */
-template <class C> DEV void ep_chunk_fetch(const C c, const epDispatchArgs &a, uint32_t tokens, uint32_t index, epChunk &k) {
+template <class C>
+DEV void ep_chunk_fetch(const C c, const epDispatchArgs &a, uint32_t tokens, uint32_t index, epChunk &k) {
   uint32_t l = p::lane(), size = epChunkRows(c.rowBytes);
-  const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
   k.t0 = index * size;
   k.rows = k.t0 >= tokens ? 0 : tokens - k.t0 < size ? tokens - k.t0 : size;
 #pragma unroll
   for (uint32_t i = 0; i < size; i++) {
     uint64_t at = (uint64_t)(k.t0 + i) * c.topk + l;
     bool there = i < k.rows && l < c.topk;
-    k.expert[i] = there ? p::ldg<int32_t>(topk + at) : -1;
+    k.expert[i] = there ? ep_decision(c, a, at) : -1;
     k.weight[i] = c.weights && there ? p::as_u32(p::ldg<float>(a.weights + at)) : 0;
   }
 }
@@ -48,13 +57,13 @@ template <class C> DEV void ep_chunk_targets(const C c, const epDispatchArgs &a,
 }
 
 /* Issues the loads of the chunk's rows and writes their weights behind each; rows that stay here are left out. */
-template <class C> DEV void ep_chunk_load(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epChunk &k) {
+template <class C>
+DEV void ep_chunk_load(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epChunk &k) {
   epConfig plain = ep_plain_config(c);
   uint32_t l = p::lane(), stride = epRowBufferBytes(&plain), stage = ep_stage(q, n), wanted = 0;
   uint32_t weightBytes = c.weights ? epWeightBytes(c.topk) : 0, scales = c.rowBytes + weightBytes;
 #pragma unroll
-  for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
-    wanted |= (k.sends[i] != 0) << i;
+  for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++) wanted |= (k.sends[i] != 0) << i;
   ep_stage_free<0>(c);
   ep_stage_expect(q, n, p::popc(wanted) * c.rowBytes);
   if (wanted >> l & 1) {
@@ -64,8 +73,7 @@ template <class C> DEV void ep_chunk_load(const C c, const epDispatchArgs &a, co
   if (c.weights) {
 #pragma unroll
     for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
-      if (4 * l < weightBytes)
-        p::sts<uint32_t>(stage + i * stride + c.rowBytes + 4 * l, k.weight[i]);
+      if (4 * l < weightBytes) p::sts<uint32_t>(stage + i * stride + c.rowBytes + 4 * l, k.weight[i]);
   }
   if (c.scaleBytes) {
 #pragma unroll
@@ -77,12 +85,12 @@ template <class C> DEV void ep_chunk_load(const C c, const epDispatchArgs &a, co
       for (uint32_t i = 0; i < k.rows; i++)
         p::sts<uint32_t>(stage + i * stride + scales + w, 0); /* the last words of the tail travel too */
   }
-  if (c.weights || c.scaleBytes)
-    ep_stage_written(c);
+  if (c.weights || c.scaleBytes) ep_stage_written(c);
 }
 
 /* Stores the chunk's rows, from their stage or straight from the input, to every remote owner. */
-template <class C> DEV void ep_chunk_send(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epChunk &k) {
+template <class C>
+DEV void ep_chunk_send(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epChunk &k) {
   epConfig plain = ep_plain_config(c);
   uint32_t l = p::lane(), stride = epRowBufferBytes(&plain), weightBytes = c.weights ? epWeightBytes(c.topk) : 0;
   uint32_t bytes = c.rowBytes + epTailBytes(&plain);
@@ -92,19 +100,16 @@ template <class C> DEV void ep_chunk_send(const C c, const epDispatchArgs &a, co
       uint32_t dst = p::shfl(p::FULL, k.owner[i], p::ffs(sends) - 1);
       uint8_t *to = ep_stage_row(a.group, q, dst, a.group.rank, k.t0 + i);
       if (c.bulk) {
-        if (l == 0)
-          p::bulk_s2g(to, ep_stage(q, n) + i * stride, bytes);
+        if (l == 0) p::bulk_s2g(to, ep_stage(q, n) + i * stride, bytes);
       } else {
         ep_row_copy(to, a.tokens + (uint64_t)(k.t0 + i) * c.rowBytes, c.rowBytes);
-        if (4 * l < weightBytes)
-          p::stg<uint32_t>(to + c.rowBytes + 4 * l, k.weight[i]);
+        if (4 * l < weightBytes) p::stg<uint32_t>(to + c.rowBytes + 4 * l, k.weight[i]);
         for (uint32_t w = 4 * l; w < c.scaleBytes; w += 128)
           p::stg<uint32_t>(to + c.rowBytes + weightBytes + w,
                            p::ldg<uint32_t>(a.scales + (uint64_t)(k.t0 + i) * c.scaleBytes + w));
       }
     }
-  if (c.bulk && l == 0)
-    p::bulk_commit();
+  if (c.bulk && l == 0) p::bulk_commit();
 }
 
 /* Without bulk copies a sender raises its chunk's flags itself. */
@@ -117,68 +122,88 @@ DEV void ep_chunk_raise(const C c, const epDispatchArgs &a, const epPipe &q, con
       p::st_release_sys(ep_flag(a.group, q, k.owner[i], a.group.rank, k.t0 / epChunkRows(c.rowBytes)), gen);
 }
 
-/* Sender warp: round r is chunk first + warp + r * step. */
+/* A sender warp's way through its rounds, one chunk each: `now` is loaded, `ahead` asked for. */
+struct epPush {
+  uint32_t tokens, rounds;     /* of this rank; of all blocks */
+  uint32_t ticket, nextTicket; /* of now and ahead */
+  epChunk now, ahead;
+};
+
 template <class C>
-DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epPipe &q, uint32_t tokens, uint32_t index, uint32_t rounds,
-                          uint32_t gen) {
-  uint32_t step = a.pushBlocks * epSenders(c.threads);
-  epChunk now, next, ahead; /* loaded, being loaded, asked for */
-  ep_chunk_fetch(c, a, tokens, index, now);
-  ep_chunk_fetch(c, a, tokens, index + step, ahead);
-  ep_chunk_targets(c, a, now);
-  if (c.bulk && now.rows)
-    ep_chunk_load(c, a, q, 0, now);
-  for (uint32_t r = 0; r < rounds; r++, now = next) {
-    next = ahead;
-    index += step;
-    ep_chunk_fetch(c, a, tokens, index + step, ahead);
+DEV void ep_push_fetch(const C c, const epDispatchArgs &a, const epPush &s, uint32_t ticket, epChunk &k) {
+  ep_chunk_fetch(c, a, s.tokens, ticket * epSenders(c.threads) + p::warp(), k);
+}
+
+/* What needs no credit: the first chunk is under way while credits are looked at. */
+template <class C> DEV void ep_push_begin(const C c, const epDispatchArgs &a, const epPipe &q, epPush &s) {
+  s.ticket = ep_ticket(c, a.pushBlocks, 0);
+  s.nextTicket = ep_ticket(c, a.pushBlocks, 1);
+  ep_push_fetch(c, a, s, s.ticket, s.now);
+  ep_push_fetch(c, a, s, s.nextTicket, s.ahead);
+  ep_chunk_targets(c, a, s.now);
+  if (c.bulk && s.now.rows) ep_chunk_load(c, a, q, 0, s.now);
+}
+
+template <class C> DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epPipe &q, epPush &s, uint32_t gen) {
+  epChunk next;
+  uint32_t r = 0;
+  for (; s.ticket < s.rounds; r++, s.now = next) {
+    next = s.ahead;
+    s.ticket = s.nextTicket;
+    if (s.ticket < s.rounds) {
+      s.nextTicket = ep_ticket(c, a.pushBlocks, r + 2);
+      ep_push_fetch(c, a, s, s.nextTicket, s.ahead);
+    }
     ep_chunk_targets(c, a, next);
     if (!c.bulk) {
-      ep_chunk_send(c, a, q, r, now);
-      ep_chunk_raise(c, a, q, now, gen);
+      ep_chunk_send(c, a, q, r, s.now);
+      ep_chunk_raise(c, a, q, s.now, gen);
       continue;
     }
-    if (next.rows)
-      ep_chunk_load(c, a, q, r + 1, next);
-    if (now.rows)
-      ep_stage_arrived(q, r);
-    ep_chunk_send(c, a, q, r, now);
+    if (next.rows) ep_chunk_load(c, a, q, r + 1, next);
+    if (s.now.rows) ep_stage_arrived(q, r);
+    ep_chunk_send(c, a, q, r, s.now);
     if (r) {
       ep_stores_landed<1>(c);
       ep_post(r - 1);
     }
   }
-  if (c.bulk && rounds) {
+  if (c.bulk && r) {
     ep_stores_landed<0>(c);
-    ep_post(rounds - 1);
+    ep_post(r - 1);
+  }
+}
+
+/* Lane w of the signaller: the ranks that get rows of sender w's chunk, at each of the token's k; this rank where none. */
+template <class C>
+DEV void ep_signal_owners(const C c, const epDispatchArgs &a, uint32_t tokens, uint32_t t, bool there,
+                          uint32_t *owner) {
+#pragma unroll
+  for (uint32_t k = 0; k < c.topk; k++) {
+    int32_t e = there && t < tokens ? ep_decision(c, a, (uint64_t)t * c.topk + k) : -1;
+    owner[k] = e >= 0 ? (uint32_t)e / (c.experts / c.ranks) : a.group.rank;
   }
 }
 
 /* Signaller: lane w raises the flags of sender w's chunk, one for each rank that got any of its rows. */
 template <class C>
-DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t tokens, uint32_t first,
-                            uint32_t rounds, uint32_t gen) {
-  uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes), l = p::lane();
-  const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
-  for (uint32_t r = 0; r < rounds; r++) {
-    uint32_t chunk = first + r * a.pushBlocks * senders + l, owner[EP_MAX_TOPK];
+DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t tokens, uint32_t rounds,
+                            uint32_t gen) {
+  uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes), l = p::lane(), owner[EP_MAX_TOPK];
+  for (uint32_t r = 0;; r++) {
+    uint32_t ticket = ep_ticket(c, a.pushBlocks, r), chunk = ticket * senders + l;
+    if (ticket >= rounds) break;
+    if (l == 0) ep_deal(a.group, a.pushBlocks, r + EP_DEAL_AHEAD, rounds);
+    ep_signal_owners(c, a, tokens, chunk * size, l < senders, owner);
     ep_signal_begin(c, r);
     for (uint32_t i = 0; i < size; i++) {
-      uint32_t t = chunk * size + i;
-      bool there = l < senders && t < tokens;
-#pragma unroll
-      for (uint32_t k = 0; k < c.topk; k++) {
-        int32_t e = there ? p::ldg<int32_t>(topk + (uint64_t)t * c.topk + k) : -1;
-        owner[k] = e >= 0 ? (uint32_t)e / (c.experts / c.ranks) : a.group.rank;
-      }
+      if (i) ep_signal_owners(c, a, tokens, chunk * size + i, l < senders, owner);
 #pragma unroll
       for (uint32_t k = 0; k < c.topk; k++) {
         bool again = owner[k] == a.group.rank;
 #pragma unroll
-        for (uint32_t j = 0; j < k; j++)
-          again = again || owner[j] == owner[k];
-        if (!again)
-          p::st_relaxed_sys(ep_flag(a.group, q, owner[k], a.group.rank, chunk), gen);
+        for (uint32_t j = 0; j < k; j++) again = again || owner[j] == owner[k];
+        if (!again) p::st_relaxed_sys(ep_flag(a.group, q, owner[k], a.group.rank, chunk), gen);
       }
     }
     ep_signal_end(c, r);
@@ -186,20 +211,28 @@ DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q,
 }
 
 template <class C> DEV void ep_dispatch_senders(const C c, const epDispatchArgs &a, epPipe &q, uint32_t gen) {
-  uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes), first = p::bid() * senders;
-  uint32_t tokens = ep_tokens(a.recordLayout, a.record, a.numTokens);
-  uint32_t rounds = ep_rounds((tokens + size - 1) / size, first, a.pushBlocks * senders);
-  if (!ep_wait_credits(c, a.group, q, gen, EP_PHASE_DISPATCH_CREDIT))
+  uint32_t size = epChunkRows(c.rowBytes);
+  epPush s;
+  s.tokens = c.fused ? a.numTokens : ep_tokens(a.recordLayout, a.record, a.numTokens);
+  s.rounds = ep_rounds(c, (s.tokens + size - 1) / size);
+  ep_deal_first(c, a.group, a.pushBlocks, s.rounds);
+  if (!ep_is_signaller(c)) ep_push_begin(c, a, q, s);
+  if (!ep_wait_credits(c, a.group, q, gen, EP_PHASE_DISPATCH_CREDIT)) {
+    if (!ep_is_signaller(c) && c.bulk && s.now.rows)
+      ep_stage_arrived(q, 0); /* shared memory must not be left while it is written */
     return;
+  }
   if (!ep_is_signaller(c))
-    ep_dispatch_push(c, a, q, tokens, first + p::warp(), rounds, gen);
+    ep_dispatch_push(c, a, q, s, gen);
   else if (c.bulk)
-    ep_dispatch_signal(c, a, q, tokens, first, rounds, gen);
+    ep_dispatch_signal(c, a, q, s.tokens, s.rounds, gen);
 }
 
-/* A received row. Lane k: its entry and, expert-major, the slot it takes; flat: the row's place in all lanes. */
+/* A received row. Lane k: its entry and, expert-major, the first slot of its source there; flat: the row's place in all
+ * lanes. */
 struct epArrival {
-  uint32_t s, j, token, entry, place;
+  bool there;
+  uint32_t s, j, token, entry, first;
 };
 
 template <class C>
@@ -246,7 +279,8 @@ DEV void ep_dispatch_scales(const C c, const epDispatchArgs &a, const epPipe &q,
     if (r.s == a.group.rank)
       v = p::ldg<uint32_t>(a.scales + (uint64_t)r.token * c.scaleBytes + w);
     else
-      v = c.bulk ? p::lds<uint32_t>(ep_stage(q, n) + at + w) : p::ldg<uint32_t>(ep_dispatch_source(c, a, q, r) + at + w);
+      v = c.bulk ? p::lds<uint32_t>(ep_stage(q, n) + at + w)
+                 : p::ldg<uint32_t>(ep_dispatch_source(c, a, q, r) + at + w);
     p::stg<uint32_t>(ep_scale_word(c, a, pos, w), v);
   }
 }
@@ -263,7 +297,7 @@ DEV void ep_dispatch_arrange(const C c, const epDispatchArgs &a, const epPipe &q
                       : p::ldg<uint32_t>(ep_dispatch_source(c, a, q, r) + c.rowBytes + 4 * l);
   }
   if (c.layout == EP_LAYOUT_KIND_FLAT) {
-    uint32_t pos = r.place + (c.bug == EP_BUG_SLOT_OFF_BY_ONE && r.place + 1 < a.capacity);
+    uint32_t pos = r.first + (c.bug == EP_BUG_SLOT_OFF_BY_ONE && r.first + 1 < a.capacity);
     if (pos < a.capacity) {
       ep_dispatch_store(c, a, q, n, r, pos);
       ep_dispatch_scales(c, a, q, n, r, pos);
@@ -271,123 +305,122 @@ DEV void ep_dispatch_arrange(const C c, const epDispatchArgs &a, const epPipe &q
       uint32_t first = a.globalIdx ? me * (c.experts / c.ranks) : 0;
       if (l < c.topk && a.outIdx)
         p::stg<int64_t>(a.outIdx + at, r.entry == EP_NONE ? -1 : (int64_t)(first + EP_ENTRY_EXPERT(r.entry)));
-      if (l < c.topk && c.weights)
-        p::stg<float>(a.outWeights + at, r.entry == EP_NONE ? 0.0f : p::as_float(weight));
+      if (l < c.topk && c.weights) p::stg<float>(a.outWeights + at, r.entry == EP_NONE ? 0.0f : p::as_float(weight));
     }
   } else {
-    uint32_t slot = r.place;
+    uint32_t slot = r.entry == EP_NONE ? EP_NONE : r.first + EP_ENTRY_POS(r.entry);
     slot += c.bug == EP_BUG_SLOT_OFF_BY_ONE && slot != EP_NONE && slot + 1 < a.capacity;
     bool fits = slot < a.capacity;
-    if (fits && c.weights)
-      p::stg<float>(a.outWeights + slot, p::as_float(weight));
+    if (fits && c.weights) p::stg<float>(a.outWeights + slot, p::as_float(weight));
     for (uint32_t m = p::ballot(p::FULL, fits); m; m &= m - 1) {
       uint32_t pos = p::shfl(p::FULL, slot, p::ffs(m) - 1);
       ep_dispatch_store(c, a, q, n, r, pos);
       ep_dispatch_scales(c, a, q, n, r, pos);
     }
   }
-  if (c.bulk && l == 0)
-    p::bulk_commit();
+  if (c.bulk && l == 0) p::bulk_commit();
 }
 
 /* What depends on the counts alone: zero rows of padded zones, or the tail of the index and weight tensors. */
-template <class C> DEV void ep_dispatch_fill(const C c, const epDispatchArgs &a, uint32_t index, uint32_t warps) {
+template <class C>
+DEV void ep_dispatch_fill(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t index, uint32_t warps) {
   const epRecordLayout &rl = a.recordLayout;
-  const uint32_t *total = c.layout == EP_LAYOUT_KIND_FLAT ? (const uint32_t *)(a.record + rl.recvBase) + c.ranks
-                                                          : (const uint32_t *)(a.record + rl.zoneBase) + c.experts / c.ranks;
+  const uint32_t *total = c.layout == EP_LAYOUT_KIND_FLAT
+                              ? (const uint32_t *)(a.record + rl.recvBase) + c.ranks
+                              : (const uint32_t *)(a.record + rl.zoneBase) + c.experts / c.ranks;
   if (index == 0 && p::lane() == 0 && p::ldg<uint32_t>(total) > a.capacity)
     p::st_relaxed_sys(&a.group.error->overflowNeeded, p::ldg<uint32_t>(total));
   if (c.layout == EP_LAYOUT_KIND_FLAT) {
-    if (!a.fillTail)
-      return;
+    if (!a.fillTail) return;
     uint64_t rows = p::ldg<uint32_t>((const uint32_t *)(a.record + rl.recvBase) + c.ranks);
     for (uint64_t i = rows * c.topk + index * 32 + p::lane(); i < (uint64_t)a.capacity * c.topk; i += warps * 32) {
-      if (a.outIdx)
-        p::stg<int64_t>(a.outIdx + i, -1);
-      if (c.weights)
-        p::stg<float>(a.outWeights + i, 0.0f);
+      if (a.outIdx) p::stg<int64_t>(a.outIdx + i, -1);
+      if (c.weights) p::stg<float>(a.outWeights + i, 0.0f);
     }
     return;
   }
   uint32_t align = p::ldg<uint32_t>(&((const epRecordHeader *)(a.record + rl.header))->align);
   const uint32_t *zoneBase = (const uint32_t *)(a.record + rl.zoneBase);
   const uint32_t *zoneCount = (const uint32_t *)(a.record + rl.zoneCount);
-  if (!a.zeroPad || align < 2)
-    return;
+  if (!a.zeroPad || align < 2) return;
+  if (c.bulk) { /* zeros are stored from the stage that is loaded last */
+    for (uint32_t v = p::lane() * 16; v < c.rowBytes; v += 512) p::sts<uint4>(ep_stage(q, 1) + v, ep_zero4());
+    ep_stage_written(c);
+  }
   for (uint64_t i = index; i < (uint64_t)(c.experts / c.ranks) * (align - 1); i += warps) {
     uint32_t e = (uint32_t)(i / (align - 1)), r = (uint32_t)(i % (align - 1));
     uint32_t slot = p::ldg<uint32_t>(zoneBase + e) + p::ldg<uint32_t>(zoneCount + e) + r;
-    if (slot >= p::ldg<uint32_t>(zoneBase + e + 1) || slot >= a.capacity)
-      continue;
-    for (uint32_t v = p::lane() * 16; v < c.rowBytes; v += 512)
-      p::stg<uint4>(a.outTokens + (uint64_t)slot * c.rowBytes + v, ep_zero4());
-    if (c.weights && p::lane() == 0)
-      p::stg<float>(a.outWeights + slot, 0.0f);
-    for (uint32_t w = 4 * p::lane(); w < c.scaleBytes; w += 128)
-      p::stg<uint32_t>(ep_scale_word(c, a, slot, w), 0);
+    if (slot >= p::ldg<uint32_t>(zoneBase + e + 1) || slot >= a.capacity) continue;
+    uint8_t *to = a.outTokens + (uint64_t)slot * c.rowBytes;
+    for (uint32_t v = p::lane() * 16; v < c.rowBytes && !c.bulk; v += 512) p::stg<uint4>(to + v, ep_zero4());
+    if (c.bulk && p::lane() == 0) p::bulk_s2g(to, ep_stage(q, 1), c.rowBytes);
+    if (c.weights && p::lane() == 0) p::stg<float>(a.outWeights + slot, 0.0f);
+    for (uint32_t w = 4 * p::lane(); w < c.scaleBytes; w += 128) p::stg<uint32_t>(ep_scale_word(c, a, slot, w), 0);
   }
+  if (c.bulk && p::lane() == 0) p::bulk_commit();
 }
 
-/* The epilogue's work list: row j of every source in turn, so that a warp meets rows in the order in which they arrive. The
- * turn shifts with each pass over the warps: every warp then alternates between its own rank's rows and others', and the
- * local work, which could run at once, is spread over the time that the link needs. Skips what a source does not have; the
- * same in all lanes. */
+/* The epilogue's work list: row j of every source in turn, so that rows are taken in the order in which they arrive, and the
+ * local ones, which could be taken at once, over the time that the link needs. A row becomes known step by step, each a trip
+ * to memory ahead of the next: where it is, what its entries are, where their slots begin. The same in all lanes. */
 template <class C>
-DEV bool ep_dispatch_item(const C c, const epDispatchArgs &a, uint64_t items, uint32_t step, uint64_t *i, epArrival *r) {
-  const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
-  for (; *i < items; *i += step) {
-    r->j = (uint32_t)(*i / c.ranks);
-    r->s = (uint32_t)((a.group.rank + *i + r->j / ((step + c.ranks - 1) / c.ranks)) % c.ranks);
-    if (r->j >= p::ldg<uint32_t>(recvCount + r->s))
-      continue;
+DEV bool ep_arrival_next(const C c, const epDispatchArgs &a, const epPipe &q, uint64_t items, epDraw &d, epArrival *r) {
+  for (;;) {
+    uint64_t i = ep_draw(a.group, d);
+    r->there = i < items;
+    if (!r->there) return false;
+    r->j = (uint32_t)(i / c.ranks);
+    r->s = (uint32_t)((a.group.rank + i) % c.ranks);
+    if (r->j >= ep_rows(c, q, r->s)) continue;
     const uint32_t *meta = ep_record_meta(c, a.group, a.recordLayout, a.record, r->s, r->j);
     r->token = p::ldg<uint32_t>(meta);
     r->entry = p::lane() < c.topk ? p::ldg<uint32_t>(meta + 1 + p::lane()) : EP_NONE;
-    if (c.layout == EP_LAYOUT_KIND_FLAT)
-      r->place = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvBase) + r->s) + r->j;
-    else
-      r->place = r->entry == EP_NONE ? EP_NONE : ep_slot(c, a.recordLayout, a.record, r->s, r->entry);
     return true;
   }
-  return false;
+}
+
+template <class C> DEV void ep_arrival_place(const C c, const epDispatchArgs &a, const epPipe &q, epArrival *r) {
+  if (!r->there) return;
+  r->first = c.layout == EP_LAYOUT_KIND_FLAT ? ep_first_row(c, q, r->s) + r->j
+             : r->entry == EP_NONE           ? EP_NONE
+                                             : p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.slotBase) +
+                                                      r->s * (c.experts / c.ranks) + EP_ENTRY_EXPERT(r->entry));
 }
 
 template <class C>
 DEV bool ep_dispatch_ready(const C c, const epDispatchArgs &a, const epPipe &q, const epArrival &r, uint32_t gen) {
-  if (r.s == a.group.rank || c.bug == EP_BUG_SKIP_WAIT)
-    return true;
+  if (r.s == a.group.rank || c.bug == EP_BUG_SKIP_WAIT) return true;
   const uint32_t *flag = ep_flag(a.group, q, a.group.rank, r.s, r.token / epChunkRows(c.rowBytes));
   return ep_warp_wait_flag(a.group, flag, gen, EP_PHASE_DISPATCH_ROWS, r.s);
 }
 
 template <class C> DEV void ep_dispatch_epilogue(const C c, const epDispatchArgs &a, epPipe &q, uint32_t gen) {
-  uint32_t warps = epSenders(c.threads), step = (a.blocks - a.pushBlocks) * warps;
-  uint32_t index = (p::bid() - a.pushBlocks) * warps + p::warp();
-  uint64_t items = (uint64_t)ep_most_rows(c, (const uint32_t *)(a.record + a.recordLayout.recvCount)) * c.ranks;
-  uint64_t i = index;
-  epArrival row, next;
-  ep_dispatch_fill(c, a, index, step);
-  bool more = ep_dispatch_item(c, a, items, step, &i, &row);
-  if (more && !ep_dispatch_ready(c, a, q, row, gen))
-    return;
-  if (more && c.bulk)
-    ep_dispatch_load_row(c, a, q, 0, row);
-  for (uint32_t n = 0; more; n++, row = next) {
-    i += step;
-    more = ep_dispatch_item(c, a, items, step, &i, &next);
-    if (c.bulk)
-      ep_stage_arrived(q, n);
+  uint32_t warps = (a.blocks - a.pushBlocks) * epSenders(c.threads);
+  uint32_t index = (p::bid() - a.pushBlocks) * epSenders(c.threads) + p::warp();
+  uint64_t items = (uint64_t)ep_most_rows(c, q) * c.ranks;
+  epDraw draw = ep_draw_begin(a.group, index, warps, false);
+  epArrival row, next, ahead; /* in hand; placed; asked for */
+  ep_arrival_next(c, a, q, items, draw, &row);
+  ep_arrival_next(c, a, q, items, draw, &next);
+  ep_arrival_place(c, a, q, &row);
+  ep_dispatch_fill(c, a, q, index, warps);
+  ep_arrival_place(c, a, q, &next);
+  if (row.there && !ep_dispatch_ready(c, a, q, row, gen)) return;
+  if (row.there && c.bulk) ep_dispatch_load_row(c, a, q, 0, row);
+  for (uint32_t n = 0; row.there; n++, row = next, next = ahead) {
+    ep_arrival_next(c, a, q, items, draw, &ahead);
+    if (c.bulk) ep_stage_arrived(q, n);
     ep_dispatch_arrange(c, a, q, n, row);
-    if (more && !ep_dispatch_ready(c, a, q, next, gen))
-      return;
-    if (more && c.bulk)
-      ep_dispatch_load_row(c, a, q, n + 1, next);
+    if (next.there && !ep_dispatch_ready(c, a, q, next, gen)) return;
+    if (next.there && c.bulk) ep_dispatch_load_row(c, a, q, n + 1, next);
+    ep_arrival_place(c, a, q, &ahead);
   }
 }
 
 template <class C> DEV void ep_dispatch(const C c, const epDispatchArgs &a) {
   ep_operation(
-      c, a, [&](epPipe &q, uint32_t gen) { ep_dispatch_senders(c, a, q, gen); },
+      c, a, [&](uint32_t gen) { return !c.fused || ep_update_inside(c, a.update, gen); },
+      [&](epPipe &q, uint32_t gen) { ep_dispatch_senders(c, a, q, gen); },
       [&](epPipe &q, uint32_t gen) { ep_dispatch_epilogue(c, a, q, gen); });
 }
 

@@ -121,7 +121,7 @@ template <class C> DEV void ep_combine_pushers(const C c, const epHybridCombineA
   const epCombineArgs &b = a.plain;
   epPlace w = ep_place(c, b.group);
   uint32_t warps = c.threads / 32, size = epChunkRows(c.rowBytes), others = w.ups - 1, sources = others * w.domains;
-  uint32_t most = ep_most_rows(c, (const uint32_t *)(b.record + b.recordLayout.recvCount));
+  uint32_t most = ep_most_received(c, (const uint32_t *)(b.record + b.recordLayout.recvCount));
   uint64_t items = (uint64_t)((most + size - 1) / size) * sources;
   if (!ep_domain_credits(c, b.group, a.hybrid, gen, EP_PHASE_COMBINE_CREDIT))
     return;

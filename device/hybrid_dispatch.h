@@ -231,8 +231,8 @@ DEV void ep_hybrid_epilogue(const C c, const epHybridDispatchArgs &a, uint32_t g
   const uint32_t *recvCount = (const uint32_t *)(d.record + d.recordLayout.recvCount);
   uint32_t warps = c.threads / 32, step = (d.blocks - firstBlock) * warps;
   uint32_t index = (p::bid() - firstBlock) * warps + p::warp();
-  uint64_t items = (uint64_t)ep_most_rows(c, recvCount) * c.ranks;
-  ep_dispatch_fill(c, d, index, step);
+  uint64_t items = (uint64_t)ep_most_received(c, recvCount) * c.ranks;
+  ep_dispatch_fill(c, d, epPipe{}, index, step);
   for (uint64_t i = index; i < items; i += step) {
     uint32_t j = (uint32_t)(i / c.ranks), s = (uint32_t)((w.rank + i) % c.ranks);
     if (j >= p::ldg<uint32_t>(recvCount + s))

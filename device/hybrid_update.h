@@ -342,7 +342,7 @@ template <class C> DEV void ep_hybrid_update(const C c, const epHybridUpdateArgs
 
   ep_update_count(c, u, t0, t1);
   p::sync_threads();
-  ep_update_publish(c, histogram);
+  ep_update_publish(c, u, histogram);
   p::sync_threads();
   bool ok = true;
   if (p::tid() == 0 && u.blocks > 1) {

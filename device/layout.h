@@ -177,7 +177,10 @@ typedef struct epGroupState {
   uint32_t aborted;                 /* a wait of the running kernel gave up: the others need not run to their timeout */
   uint32_t errorClaimed, indexClaimed; /* taken by the thread that writes the error record */
   uint32_t epilogueStarted;         /* planted fault only */
-  uint32_t pad[6];
+  uint32_t routed;                  /* last operation whose own update has finished */
+  uint32_t sendTickets, takeTickets; /* rounds and received rows of the running operation that were drawn (rows.h) */
+  uint32_t sendersStarted; /* blocks of senders of the running combine */
+  uint32_t pad[2];
 } epGroupState;
 
 EP_HD epScratchLayout epScratchLayoutOf(uint32_t ranks, uint32_t experts) {

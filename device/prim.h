@@ -20,7 +20,7 @@
  *              confirm(p, bytes) has said that it holds something (no code on GPUs)
  *              ld_acquire_sys/ld_relaxed_sys(u32* or u64*)  st_release_sys/st_relaxed_sys  fence_sys()
  *              ld_relaxed_sys128(p) -> uint4, st_relaxed_sys128(p, uint4): 16 bytes at once, as one 128-bit scalar
- *              ld_acquire_gpu(u32*)  atomic_add(u32*, v) relaxed gpu   atomic_add_acq_rel_gpu(u32*, v)
+ *              ld_acquire_gpu(u32*)  st_release_gpu(u32*, v)  atomic_add(u32*, v) relaxed gpu   atomic_add_acq_rel_gpu(u32*, v)
  *              atomic_cas(u32*, expect, v) relaxed sys
  *   grid       grid_wait()    the kernels before this one on the stream are done and visible; comes first in every kernel
  *              grid_launch()  the next kernel's blocks may take their places and wait there; orders no memory

@@ -178,6 +178,20 @@ template <class C> DEV void ep_channel_end(const C c, const epHybridGroup &h, co
   p::sync_warp();
 }
 
+/* Rows of the busiest source, from a record: whole warp, same answer in all lanes. */
+template <class C> DEV uint32_t ep_most_received(const C c, const uint32_t *recvCount) {
+  uint32_t most = 0;
+  for (uint32_t s = p::lane(); s < c.ranks; s += 32) {
+    uint32_t n = p::ldg<uint32_t>(recvCount + s);
+    most = n > most ? n : most;
+  }
+  for (uint32_t d = 16; d; d >>= 1) {
+    uint32_t n = p::shfl_xor(p::FULL, most, d);
+    most = n > most ? n : most;
+  }
+  return most;
+}
+
 /* ---- The end ------------------------------------------------------------------------------------------------------ */
 
 /* Every block ends here; the last one returns the domain's credits and moves the generation. */

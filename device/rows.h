@@ -6,6 +6,9 @@
  * everything the SM has on the link, several microseconds under load, and would stall a sender for each row. Senders work in
  * rounds, one chunk each; when all chunks of a round have landed, one fence by the signaller covers them.
  *
+ * Which chunks: a block draws a ticket for each round, so that fast blocks send more and rows leave in order. Its signaller
+ * draws, EP_DEAL_AHEAD rounds ahead; the first of them are dealt without drawing. Received rows are drawn by each warp alone.
+ *
  * Units of work are numbered n = 0, 1, ... in each warp; unit n uses stage n & 1. The load of unit n + 1 is issued when the
  * stores of unit n - 1 have left its stage: before unit n is stored where nothing has to be waited for, after it where the
  * next unit may not have arrived yet. */
@@ -24,7 +27,7 @@ template <class C> DEV epConfig ep_plain_config(const C c) {
 
 struct epPipe {
   uint32_t stages, bars; /* shared memory addresses of the warp's stages and mbarriers */
-  uint32_t table;        /* and of the ranks' window addresses: polls flush the L1, so a table in memory costs a trip each */
+  uint32_t table; /* and of what is known of each rank: polls flush the L1, so a table in memory costs a trip each */
   uint32_t stageBytes;
   uint32_t parity; /* a bit a stage */
 };
@@ -32,6 +35,10 @@ struct epPipe {
 template <class C> DEV bool ep_is_signaller(const C c) { return p::warp() == epSenders(c.threads); }
 DEV uint32_t ep_landed_bar(uint32_t round) { return p::smem_base() + EP_VERDICT_BYTES + 8 * (round % EP_SIGNAL_DEPTH); }
 DEV uint32_t ep_signalled_bar(uint32_t round) { return ep_landed_bar(round) + 8 * EP_SIGNAL_DEPTH; }
+DEV uint32_t ep_deal_bar(uint32_t round) { return p::smem_base() + epDealOffset() + 8 * (round % EP_DEALT); }
+DEV uint32_t ep_deal_word(uint32_t round) {
+  return p::smem_base() + epDealOffset() + 8 * EP_DEALT + 4 * (round % EP_DEALT);
+}
 DEV uint32_t ep_round_parity(uint32_t round) { return round / EP_SIGNAL_DEPTH & 1; }
 
 /* Whole block. */
@@ -39,7 +46,7 @@ template <class C> DEV epPipe ep_pipe(const C c, const epGroupArgs &g) {
   uint32_t senders = epSenders(c.threads);
   epPipe q;
   q.stageBytes = c.stageBytes;
-  q.bars = p::smem_base() + EP_VERDICT_BYTES + 16 * EP_SIGNAL_DEPTH + 16 * p::warp();
+  q.bars = p::smem_base() + epBarOffset() + 16 * p::warp();
   q.table = p::smem_base() + epTableOffset(senders);
   q.stages = p::smem_base() + epControlSmem(senders, c.ranks) + p::warp() * 2 * q.stageBytes;
   q.parity = 0;
@@ -51,6 +58,7 @@ template <class C> DEV epPipe ep_pipe(const C c, const epGroupArgs &g) {
         p::mbar_init(ep_landed_bar(i), senders);
         p::mbar_init(ep_signalled_bar(i), 1);
       }
+      for (uint32_t i = 0; i < EP_DEALT; i++) p::mbar_init(ep_deal_bar(i), 1);
     } else {
       p::mbar_init(q.bars, 1);
       p::mbar_init(q.bars + 8, 1);
@@ -61,35 +69,96 @@ template <class C> DEV epPipe ep_pipe(const C c, const epGroupArgs &g) {
   return q;
 }
 
+/* Ticket of round r of this block, dealt by now or soon; rounds end with the first ticket beyond the last. */
+#define EP_DEAL_AHEAD 6u
+template <class C> DEV uint32_t ep_ticket(const C c, uint32_t pushBlocks, uint32_t r) {
+  if (!c.bulk) return p::bid() + r * pushBlocks;
+  p::mbar_wait(ep_deal_bar(r), r / EP_DEALT & 1);
+  return p::lds<uint32_t>(ep_deal_word(r));
+}
+
+/* Signaller, lane 0: deals round r, which nobody looks at before round r - EP_DEAL_AHEAD has been sent. */
+DEV void ep_deal(const epGroupArgs &g, uint32_t pushBlocks, uint32_t r, uint32_t total) {
+  uint32_t ticket = p::bid() + r * pushBlocks;
+  if (r >= EP_DEAL_AHEAD && EP_DEAL_AHEAD * pushBlocks < total)
+    ticket = EP_DEAL_AHEAD * pushBlocks + p::atomic_add(&ep_state(g)->sendTickets, 1);
+  p::sts<uint32_t>(ep_deal_word(r), ticket);
+  p::mbar_arrive(ep_deal_bar(r));
+}
+
+/* Signaller, whole warp: the first rounds are dealt before anything is drawn. */
+template <class C> DEV void ep_deal_first(const C c, const epGroupArgs &g, uint32_t pushBlocks, uint32_t total) {
+  if (c.bulk && ep_is_signaller(c) && p::lane() == 0)
+    for (uint32_t r = 0; r < EP_DEAL_AHEAD; r++) ep_deal(g, pushBlocks, r, total);
+}
+
+/* A warp's draws of received items: the first two of a warp that receives from the start are dealt, the rest are drawn one
+ * ahead. `drawn` is lane 0's. */
+struct epDraw {
+  uint32_t dealt, step, first, drawn;
+};
+
+DEV void ep_draw_ahead(const epGroupArgs &g, epDraw &d) {
+  if (p::lane() == 0) d.drawn = p::atomic_add(&ep_state(g)->takeTickets, 1);
+}
+
+/* `index` of the `warps` that receive from the start; one that joins them later only draws. */
+DEV epDraw ep_draw_begin(const epGroupArgs &g, uint32_t index, uint32_t warps, bool joins) {
+  epDraw d;
+  d.dealt = joins ? 2 * warps : index;
+  d.step = warps;
+  d.first = 2 * warps;
+  d.drawn = 0;
+  ep_draw_ahead(g, d);
+  return d;
+}
+
+DEV uint32_t ep_draw(const epGroupArgs &g, epDraw &d) {
+  uint32_t item = d.dealt;
+  if (item < d.first) {
+    d.dealt += d.step;
+    return item;
+  }
+  item = d.first + p::shfl(p::FULL, d.drawn, 0);
+  ep_draw_ahead(g, d);
+  return item;
+}
+
 /* Sender, whole warp: what it stored in round `round` and before has landed. */
 DEV void ep_post(uint32_t round) {
   if (p::lane() == 0) {
-    if (round >= EP_SIGNAL_DEPTH)
-      p::mbar_wait(ep_signalled_bar(round), ep_round_parity(round - EP_SIGNAL_DEPTH));
+    if (round >= EP_SIGNAL_DEPTH) p::mbar_wait(ep_signalled_bar(round), ep_round_parity(round - EP_SIGNAL_DEPTH));
     p::mbar_arrive(ep_landed_bar(round));
   }
 }
 
 /* Signaller, whole warp: all rows of a round have landed; relaxed stores of flags may follow. */
 template <class C> DEV void ep_signal_begin(const C c, uint32_t round) {
-  if (c.bug != EP_BUG_SIGNAL_FIRST)
-    p::mbar_wait(ep_landed_bar(round), ep_round_parity(round));
+  if (c.bug != EP_BUG_SIGNAL_FIRST) p::mbar_wait(ep_landed_bar(round), ep_round_parity(round));
   p::sync_warp();
-  if (c.bug != EP_BUG_FLAG_RELAXED)
-    p::fence_sys();
+  if (c.bug != EP_BUG_FLAG_RELAXED) p::fence_sys();
 }
 
 template <class C> DEV void ep_signal_end(const C c, uint32_t round) {
   p::sync_warp();
-  if (c.bug == EP_BUG_SIGNAL_FIRST)
-    p::mbar_wait(ep_landed_bar(round), ep_round_parity(round));
-  if (p::lane() == 0)
-    p::mbar_arrive(ep_signalled_bar(round));
+  if (c.bug == EP_BUG_SIGNAL_FIRST) p::mbar_wait(ep_landed_bar(round), ep_round_parity(round));
+  if (p::lane() == 0) p::mbar_arrive(ep_signalled_bar(round));
 }
 
-/* Rounds of a block of senders whose first warp starts at item `first`. */
-DEV uint32_t ep_rounds(uint64_t items, uint64_t first, uint32_t step) {
-  return items > first ? (uint32_t)((items - first + step - 1) / step) : 0;
+/* Rounds of all blocks together: a round is an item for each sender of a block. */
+template <class C> DEV uint32_t ep_rounds(const C c, uint64_t items) {
+  return (uint32_t)((items + epSenders(c.threads) - 1) / epSenders(c.threads));
+}
+
+/* Rows from source s, and the first flat one. */
+template <class C> DEV uint32_t ep_rows_at(const C c, const epPipe &q, uint32_t s) {
+  return q.table + 8 * c.ranks + 4 * s;
+}
+template <class C> DEV uint32_t ep_rows(const C c, const epPipe &q, uint32_t s) {
+  return p::lds<uint32_t>(ep_rows_at(c, q, s));
+}
+template <class C> DEV uint32_t ep_first_row(const C c, const epPipe &q, uint32_t s) {
+  return p::lds<uint32_t>(ep_rows_at(c, q, c.ranks + s));
 }
 
 DEV uint8_t *ep_peer(const epPipe &q, uint32_t rank) { return (uint8_t *)p::lds<uint64_t>(q.table + 8 * rank); }
@@ -106,22 +175,19 @@ DEV uint32_t ep_bar(const epPipe &q, uint32_t n) { return q.bars + 8 * (n & 1); 
 /* Whole warp, before a stage is loaded again: its stores have read it, and so have the warp's lanes. `Later` groups of
  * stores were issued since. */
 template <int Later, class C> DEV void ep_stage_free(const C c) {
-  if (p::lane() == 0 && c.bug != EP_BUG_STAGE_REUSE)
-    p::bulk_wait_read<Later>();
+  if (p::lane() == 0 && c.bug != EP_BUG_STAGE_REUSE) p::bulk_wait_read<Later>();
   p::sync_warp();
 }
 
 /* Whole warp: lane 0 announces `bytes` of loads before any lane issues them. */
 DEV void ep_stage_expect(const epPipe &q, uint32_t n, uint32_t bytes) {
-  if (p::lane() == 0)
-    p::mbar_expect_tx(ep_bar(q, n), bytes);
+  if (p::lane() == 0) p::mbar_expect_tx(ep_bar(q, n), bytes);
   p::sync_warp();
 }
 
 /* Each lane that issues a load: what its warp read from the stage, and what an acquire made visible, comes before it. */
 template <class C> DEV void ep_fence_load(const C c) {
-  if (c.bug != EP_BUG_NO_PROXY_FENCE_LOAD)
-    p::fence_proxy_async_global();
+  if (c.bug != EP_BUG_NO_PROXY_FENCE_LOAD) p::fence_proxy_async_global();
 }
 
 DEV void ep_stage_arrived(epPipe &q, uint32_t n) {
@@ -131,8 +197,7 @@ DEV void ep_stage_arrived(epPipe &q, uint32_t n) {
 
 /* Whole warp, after lanes wrote into a stage: lane 0's bulk stores will see it. */
 template <class C> DEV void ep_stage_written(const C c) {
-  if (c.bug != EP_BUG_NO_PROXY_FENCE_STORE)
-    p::fence_proxy_async();
+  if (c.bug != EP_BUG_NO_PROXY_FENCE_STORE) p::fence_proxy_async();
   p::sync_warp();
 }
 
@@ -149,8 +214,7 @@ template <int Keep, class C> DEV void ep_stores_landed(const C c) {
 
 /* Whole warp, without bulk copies: a row of 16-byte vectors from memory to memory. */
 DEV void ep_row_copy(uint8_t *dst, const uint8_t *src, uint32_t bytes) {
-  for (uint32_t i = p::lane() * 16; i < bytes; i += 512)
-    p::stg<uint4>(dst + i, p::ldg<uint4>(src + i));
+  for (uint32_t i = p::lane() * 16; i < bytes; i += 512) p::stg<uint4>(dst + i, p::ldg<uint4>(src + i));
 }
 
 DEV uint4 ep_zero4() {
@@ -159,13 +223,13 @@ DEV uint4 ep_zero4() {
   return z;
 }
 
-/* Whole block: every peer has finished reading what operation gen - 1 and earlier left in its staging. */
-template <class C> DEV bool ep_wait_credits(const C c, const epGroupArgs &g, const epPipe &q, uint32_t gen, uint32_t phase) {
+/* Whole block, its last threads first: those of the signaller have nothing else to look at. Every peer has finished reading what operation gen - 1 and earlier left in its staging. */
+template <class C>
+DEV bool ep_wait_credits(const C c, const epGroupArgs &g, const epPipe &q, uint32_t gen, uint32_t phase) {
   const uint32_t *credits = (const uint32_t *)(ep_peer(q, g.rank) + g.window.credits);
   bool ok = true;
-  for (uint32_t r = p::tid(); r < c.ranks && ok && c.bug != EP_BUG_NO_CREDIT; r += c.threads)
-    if (r != g.rank)
-      ok = ep_wait_flag(g, credits + r, gen - 1, phase, r);
+  for (uint32_t r = c.threads - 1 - p::tid(); r < c.ranks && ok && c.bug != EP_BUG_NO_CREDIT; r += c.threads)
+    if (r != g.rank) ok = ep_wait_flag(g, credits + r, gen - 1, phase, r);
   ok = ep_block_agrees(ok);
   if (c.bulk) /* the stores that follow are the async proxy's */
     p::fence_proxy_async_global();
@@ -174,27 +238,27 @@ template <class C> DEV bool ep_wait_credits(const C c, const epGroupArgs &g, con
 
 /* Every block of an operation ends here; the last one returns the credits and moves the generation. What was read from
  * staging has arrived in shared memory; output stores that are still on their way end with the kernel. */
-template <class C> DEV void ep_operation_end(const C c, const epGroupArgs &g, const epPipe &q, uint32_t gen, uint32_t blocks) {
+template <class C>
+DEV void ep_operation_end(const C c, const epGroupArgs &g, const epPipe &q, uint32_t gen, uint32_t blocks) {
   epGroupState *state = ep_state(g);
-  if (c.bulk && p::lane() == 0)
-    p::bulk_wait_read<0>();
+  if (c.bulk && p::lane() == 0) p::bulk_wait_read<0>();
   p::sync_threads();
-  if (p::tid() != 0 || p::atomic_add_acq_rel_gpu(&state->stageDone, 1) != blocks - 1)
-    return;
+  if (p::tid() != 0 || p::atomic_add_acq_rel_gpu(&state->stageDone, 1) != blocks - 1) return;
   for (uint32_t r = 0; r < c.ranks; r++)
-    if (r != g.rank)
-      p::st_release_sys((uint32_t *)(ep_peer(q, r) + g.window.credits) + g.rank, gen);
+    if (r != g.rank) p::st_release_sys((uint32_t *)(ep_peer(q, r) + g.window.credits) + g.rank, gen);
   p::stg<uint32_t>(&state->stageDone, 0);
   p::stg<uint32_t>(&state->aborted, 0);
   p::stg<uint32_t>(&state->errorClaimed, 0);
   p::stg<uint32_t>(&state->epilogueStarted, 0);
+  p::stg<uint32_t>(&state->sendTickets, 0);
+  p::stg<uint32_t>(&state->takeTickets, 0);
+  p::stg<uint32_t>(&state->sendersStarted, 0);
   p::stg<uint32_t>(&state->stageGen, gen);
 }
 
 /* Planted fault: a sender that waits for an epilogue block of its own kernel hangs where that block is not resident. */
 template <class C> DEV void ep_bug_wait_unscheduled(const C c, const epGroupArgs &g, bool push) {
-  if (c.bug != EP_BUG_WAIT_UNSCHEDULED || p::tid() != 0)
-    return;
+  if (c.bug != EP_BUG_WAIT_UNSCHEDULED || p::tid() != 0) return;
   if (push)
     ep_wait_flag(g, &ep_state(g)->epilogueStarted, 1, EP_PHASE_GRID, g.rank);
   else
@@ -222,16 +286,25 @@ DEV const uint32_t *ep_record_meta(const C c, const epGroupArgs &g, const epReco
 /* Expert-major slot of an entry from source s. */
 template <class C>
 DEV uint32_t ep_slot(const C c, const epRecordLayout &rl, const uint8_t *record, uint32_t s, uint32_t entry) {
-  uint32_t base = p::ldg<uint32_t>((const uint32_t *)(record + rl.slotBase) + s * (c.experts / c.ranks) +
-                                   EP_ENTRY_EXPERT(entry));
+  uint32_t base =
+      p::ldg<uint32_t>((const uint32_t *)(record + rl.slotBase) + s * (c.experts / c.ranks) + EP_ENTRY_EXPERT(entry));
   return base + EP_ENTRY_POS(entry);
 }
 
+/* Whole block, before a barrier: what the record says of each source. */
+template <class C>
+DEV void ep_keep_counts(const C c, const epRecordLayout &rl, const uint8_t *record, const epPipe &q) {
+  for (uint32_t s = p::tid(); s < c.ranks; s += c.threads) {
+    p::sts<uint32_t>(ep_rows_at(c, q, s), p::ldg<uint32_t>((const uint32_t *)(record + rl.recvCount) + s));
+    p::sts<uint32_t>(ep_rows_at(c, q, c.ranks + s), p::ldg<uint32_t>((const uint32_t *)(record + rl.recvBase) + s));
+  }
+}
+
 /* Rows of the busiest source: whole warp, same answer in all lanes. */
-template <class C> DEV uint32_t ep_most_rows(const C c, const uint32_t *recvCount) {
+template <class C> DEV uint32_t ep_most_rows(const C c, const epPipe &q) {
   uint32_t most = 0;
   for (uint32_t s = p::lane(); s < c.ranks; s += 32) {
-    uint32_t n = p::ldg<uint32_t>(recvCount + s);
+    uint32_t n = ep_rows(c, q, s);
     most = n > most ? n : most;
   }
   for (uint32_t d = 16; d; d >>= 1) {
@@ -241,15 +314,19 @@ template <class C> DEV uint32_t ep_most_rows(const C c, const uint32_t *recvCoun
   return most;
 }
 
-/* Dispatch and combine alike: the first blocks send, the warps of the others receive, and all end together. */
-template <class C, class Args, class Send, class Receive>
-DEV void ep_operation(const C c, const Args &a, Send send, Receive receive) {
+/* Dispatch and combine alike: the first blocks send, the warps of the others receive, and all end together. What receivers
+ * need first, whole blocks get in `before`; a fused dispatch's senders need no record. */
+template <class C, class Args, class Before, class Send, class Receive>
+DEV void ep_operation(const C c, const Args &a, Before before, Send send, Receive receive) {
   p::grid_wait();
   uint32_t gen = p::ldg<uint32_t>(&ep_state(a.group)->stageGen) + 1;
-  bool push = p::bid() < a.pushBlocks;
+  bool push = p::bid() < a.pushBlocks, usable = push || before(gen);
+  bool record = usable && !(push && c.fused);
+  if (record) usable = ep_record_usable(a.recordLayout, a.record);
   epPipe q = ep_pipe(c, a.group);
   ep_bug_wait_unscheduled(c, a.group, push);
-  bool usable = ep_record_usable(a.recordLayout, a.record);
+  if (record && usable) ep_keep_counts(c, a.recordLayout, a.record, q);
+  p::sync_threads();
   if (usable && push)
     send(q, gen);
   else if (usable && !ep_is_signaller(c))

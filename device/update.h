@@ -17,9 +17,11 @@
 /* What one lane knows of its (token, k) in an iteration of 32 / K tokens. */
 struct epRouteLane {
   uint32_t token, k, expert, owner;
-  bool inside, valid, first; /* inside: a real (t, k); first: first k of its token at this owner */
+  bool inside, valid, first;     /* inside: a real (t, k); first: first k of its token at this owner */
   uint32_t expertMask, rankMask; /* lanes with the same expert; first lanes with the same owner */
 };
+
+DEV uint32_t ep_update_block(const epUpdateArgs &a) { return p::bid() - a.firstBlock; }
 
 template <class C> DEV uint32_t ep_update_tokens_at_once(const C c) { return 32 / c.topk; }
 
@@ -57,13 +59,11 @@ template <class C> DEV uint32_t ep_hist(const C c, uint32_t w, uint32_t i) {
 template <class C> DEV void ep_update_count(const C c, const epUpdateArgs &a, uint32_t t0, uint32_t t1) {
   uint32_t w = p::warp(), below = ep_lanes_below();
   int32_t *topk = (int32_t *)(a.record + a.recordLayout.topk);
-  for (uint32_t i = p::lane(); i < c.experts + c.ranks; i += 32)
-    p::sts<uint32_t>(ep_hist(c, w, i), 0);
+  for (uint32_t i = p::lane(); i < c.experts + c.ranks; i += 32) p::sts<uint32_t>(ep_hist(c, w, i), 0);
   p::sync_warp();
   for (uint32_t t = t0; t < t1; t += ep_update_tokens_at_once(c)) {
     epRouteLane r = ep_route_lane(c, a, t, t1);
-    if (r.inside)
-      p::stg<int32_t>(topk + (uint64_t)r.token * c.topk + r.k, r.valid ? (int32_t)r.expert : -1);
+    if (r.inside) p::stg<int32_t>(topk + (uint64_t)r.token * c.topk + r.k, r.valid ? (int32_t)r.expert : -1);
     if (r.valid && (r.expertMask & below) == 0) {
       uint32_t h = ep_hist(c, w, r.expert);
       p::sts<uint32_t>(h, p::lds<uint32_t>(h) + p::popc(r.expertMask));
@@ -77,7 +77,7 @@ template <class C> DEV void ep_update_count(const C c, const epUpdateArgs &a, ui
 }
 
 /* Warps' counts become exclusive prefixes inside the block; the block's sums go to the scratch. */
-template <class C> DEV void ep_update_publish(const C c, uint32_t *histogram) {
+template <class C> DEV void ep_update_publish(const C c, const epUpdateArgs &a, uint32_t *histogram) {
   uint32_t warps = c.threads / 32, columns = c.experts + c.ranks;
   for (uint32_t i = p::tid(); i < columns; i += c.threads) {
     uint32_t run = 0;
@@ -86,7 +86,7 @@ template <class C> DEV void ep_update_publish(const C c, uint32_t *histogram) {
       p::sts<uint32_t>(ep_hist(c, w, i), run);
       run += v;
     }
-    p::stg<uint32_t>(histogram + (uint64_t)p::bid() * columns + i, run);
+    p::stg<uint32_t>(histogram + (uint64_t)ep_update_block(a) * columns + i, run);
   }
 }
 
@@ -97,17 +97,18 @@ DEV uint64_t ep_word(uint32_t gen, uint32_t value) { return (uint64_t)gen << 32 
 /* Adds the sums of earlier blocks; the last block sends the totals, each word carrying its generation. */
 template <class C> DEV void ep_update_bases(const C c, const epUpdateArgs &a, const uint32_t *histogram, uint32_t gen) {
   uint32_t warps = c.threads / 32, columns = c.experts + c.ranks, locals = c.experts / c.ranks;
-  bool last = p::bid() == a.blocks - 1;
+  bool last = ep_update_block(a) == a.blocks - 1;
   for (uint32_t i = p::tid(); i < columns; i += c.threads) {
     uint32_t before = 0;
-    for (uint32_t b = 0; b < p::bid(); b += EP_BASES_AT_ONCE) /* loads in flight together: each is a trip to the L2 */
+    for (uint32_t b = 0; b < ep_update_block(a);
+         b += EP_BASES_AT_ONCE) /* loads in flight together: each is a trip to the L2 */
 #pragma unroll
       for (uint32_t u = 0; u < EP_BASES_AT_ONCE; u++)
-        before += b + u < p::bid() ? p::ldg<uint32_t>(histogram + (uint64_t)(b + u) * columns + i) : 0;
+        before += b + u < ep_update_block(a) ? p::ldg<uint32_t>(histogram + (uint64_t)(b + u) * columns + i) : 0;
     for (uint32_t w = 0; w < warps; w++)
       p::sts<uint32_t>(ep_hist(c, w, i), p::lds<uint32_t>(ep_hist(c, w, i)) + before);
     if (last) {
-      uint32_t total = before + p::ldg<uint32_t>(histogram + (uint64_t)p::bid() * columns + i);
+      uint32_t total = before + p::ldg<uint32_t>(histogram + (uint64_t)ep_update_block(a) * columns + i);
       bool expert = i < c.experts;
       uint32_t dst = expert ? i / locals : i - c.experts, word = expert ? i % locals : locals;
       uint64_t *counts = (uint64_t *)(ep_window(a.group, dst) + a.group.window.counts);
@@ -129,13 +130,10 @@ template <class C> DEV void ep_update_place(const C c, const epUpdateArgs &a, ui
   for (uint32_t t = t0; t < t1; t += ep_update_tokens_at_once(c)) {
     epRouteLane r = ep_route_lane(c, a, t, t1);
     uint32_t pos = 0, row = 0;
-    if (r.valid)
-      pos = p::lds<uint32_t>(ep_hist(c, w, r.expert)) + p::popc(r.expertMask & below);
-    if (r.first)
-      row = p::lds<uint32_t>(ep_hist(c, w, c.experts + r.owner)) + p::popc(r.rankMask & below);
+    if (r.valid) pos = p::lds<uint32_t>(ep_hist(c, w, r.expert)) + p::popc(r.expertMask & below);
+    if (r.first) row = p::lds<uint32_t>(ep_hist(c, w, c.experts + r.owner)) + p::popc(r.rankMask & below);
     p::sync_warp();
-    if (r.valid && (r.expertMask & below) == 0)
-      p::sts<uint32_t>(ep_hist(c, w, r.expert), pos + p::popc(r.expertMask));
+    if (r.valid && (r.expertMask & below) == 0) p::sts<uint32_t>(ep_hist(c, w, r.expert), pos + p::popc(r.expertMask));
     if (r.first && (r.rankMask & below) == 0)
       p::sts<uint32_t>(ep_hist(c, w, c.experts + r.owner), row + p::popc(r.rankMask));
     uint32_t base = p::lane() / c.topk * c.topk, myRow = EP_NONE;
@@ -144,13 +142,12 @@ template <class C> DEV void ep_update_place(const C c, const epUpdateArgs &a, ui
       bool first = p::shfl(p::FULL, r.first, src);
       uint32_t owner = p::shfl(p::FULL, r.owner, src), itsRow = p::shfl(p::FULL, row, src);
       if (r.inside && first) {
-        uint32_t *meta = ep_meta(a.group, c.ranks, owner, a.group.rank, gen) + (uint64_t)itsRow * a.group.window.metaWords;
+        uint32_t *meta =
+            ep_meta(a.group, c.ranks, owner, a.group.rank, gen) + (uint64_t)itsRow * a.group.window.metaWords;
         bool mine = r.valid && r.owner == owner;
-        if (mine)
-          myRow = itsRow;
+        if (mine) myRow = itsRow;
         p::stg<uint32_t>(meta + 1 + r.k, mine ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
-        if (r.k == 0)
-          p::stg<uint32_t>(meta, r.token);
+        if (r.k == 0) p::stg<uint32_t>(meta, r.token);
       }
     }
     if (r.inside) {
@@ -180,20 +177,16 @@ template <class F> DEV void ep_warp_prefix(uint32_t out, uint32_t n, F in) {
     uint32_t i = b + p::lane(), v = i < n ? in(i) : 0, sum = v;
     for (uint32_t d = 1; d < 32; d <<= 1) {
       uint32_t u = p::shfl_up(p::FULL, sum, d);
-      if (p::lane() >= d)
-        sum += u;
+      if (p::lane() >= d) sum += u;
     }
-    if (i < n)
-      p::sts<uint32_t>(out + 4 * i, run + sum - v);
+    if (i < n) p::sts<uint32_t>(out + 4 * i, run + sum - v);
     run += p::shfl(p::FULL, sum, 31);
   }
-  if (p::lane() == 0)
-    p::sts<uint32_t>(out + 4 * n, run);
+  if (p::lane() == 0) p::sts<uint32_t>(out + 4 * n, run);
 }
 
 DEV void ep_put_counter(void *counter, uint32_t wide, uint32_t i, uint32_t value) {
-  if (!counter)
-    return;
+  if (!counter) return;
   if (wide)
     p::stg<int64_t>((int64_t *)counter + i, (int64_t)value);
   else
@@ -257,8 +250,7 @@ template <class C>
 DEV void ep_update_host_counts(const C c, const epUpdateArgs &a, const epGather &g, uint32_t rows, uint32_t gen) {
   uint32_t locals = c.experts / c.ranks;
   uint32_t *out = (uint32_t *)(a.hostCounts + 1);
-  for (uint32_t s = p::tid(); s < c.ranks; s += c.threads)
-    p::st_relaxed_sys(out + s, ep_lds(g.rows, s));
+  for (uint32_t s = p::tid(); s < c.ranks; s += c.threads) p::st_relaxed_sys(out + s, ep_lds(g.rows, s));
   for (uint32_t e = p::tid(); e < locals; e += c.threads) {
     p::st_relaxed_sys(out + c.ranks + e, ep_lds(g.zoneCount, e));
     p::st_relaxed_sys(out + c.ranks + locals + e, ep_lds(g.zoneBase, e + 1) - ep_lds(g.zoneBase, e));
@@ -266,8 +258,7 @@ DEV void ep_update_host_counts(const C c, const epUpdateArgs &a, const epGather 
   p::sync_threads();
   if (p::tid() == 0) {
     uint32_t total = 0;
-    for (uint32_t e = 0; e < locals; e++)
-      total += ep_lds(g.zoneCount, e);
+    for (uint32_t e = 0; e < locals; e++) total += ep_lds(g.zoneCount, e);
     p::st_relaxed_sys(&a.hostCounts->total, c.layout == EP_LAYOUT_KIND_FLAT ? rows : total);
     p::st_relaxed_sys(&a.hostCounts->totalPadded, rows);
     p::st_release_sys(&a.hostCounts->generation, gen);
@@ -284,19 +275,17 @@ template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, u
   uint32_t *recvCount = (uint32_t *)(a.record + rl.recvCount), *recvBase = (uint32_t *)(a.record + rl.recvBase);
   uint32_t *zoneCount = (uint32_t *)(a.record + rl.zoneCount);
   epGather g = ep_gather(c);
-  if (!ep_gather_counts(c, a, g, gen))
-    return;
+  if (!ep_gather_counts(c, a, g, gen)) return;
   for (uint32_t e = p::tid(); e < locals; e += c.threads) {
     uint32_t total = 0;
-    for (uint32_t s = 0; s < c.ranks; s++)
-      total += ep_lds(g.counts, s * locals + e);
+    for (uint32_t s = 0; s < c.ranks; s++) total += ep_lds(g.counts, s * locals + e);
     p::sts<uint32_t>(g.zoneCount + 4 * e, total);
   }
   p::sync_threads();
   if (p::warp() == 0)
-    ep_warp_prefix(g.zoneBase, locals, [&](uint32_t e) { return (ep_lds(g.zoneCount, e) + align - 1) / align * align; });
-  if (p::warp() == 1 % warps)
-    ep_warp_prefix(g.recvBase, c.ranks, [&](uint32_t s) { return ep_lds(g.rows, s); });
+    ep_warp_prefix(g.zoneBase, locals,
+                   [&](uint32_t e) { return (ep_lds(g.zoneCount, e) + align - 1) / align * align; });
+  if (p::warp() == 1 % warps) ep_warp_prefix(g.recvBase, c.ranks, [&](uint32_t s) { return ep_lds(g.rows, s); });
   p::sync_threads();
   for (uint32_t e = p::tid(); e < locals; e += c.threads) {
     uint32_t slot = ep_lds(g.zoneBase, e), n = ep_lds(g.zoneCount, e), padded = ep_lds(g.zoneBase, e + 1) - slot;
@@ -313,7 +302,8 @@ template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, u
   }
   for (uint32_t s = p::tid(); s < c.ranks; s += c.threads) {
     uint64_t *reply = (uint64_t *)(ep_window(a.group, s) + a.group.window.replies);
-    p::st_relaxed_sys(reply + (uint64_t)((gen & 1) * c.ranks + me) * words + locals, ep_word(gen, ep_lds(g.recvBase, s)));
+    p::st_relaxed_sys(reply + (uint64_t)((gen & 1) * c.ranks + me) * words + locals,
+                      ep_word(gen, ep_lds(g.recvBase, s)));
     p::stg<uint32_t>(recvCount + s, ep_lds(g.rows, s));
     p::stg<uint32_t>(recvBase + s, ep_lds(g.recvBase, s));
   }
@@ -323,11 +313,9 @@ template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, u
     p::stg<uint32_t>(recvBase + c.ranks, ep_lds(g.recvBase, c.ranks));
     ep_put_counter(a.recvTotal, a.recvTotalWide, 0, rows);
     ep_update_header(c, a);
-    if (a.budget && rows > a.budget)
-      p::st_relaxed_sys(&a.group.error->overflowNeeded, rows);
+    if (a.budget && rows > a.budget) p::st_relaxed_sys(&a.group.error->overflowNeeded, rows);
   }
-  if (a.hostCounts)
-    ep_update_host_counts(c, a, g, rows, gen);
+  if (a.hostCounts) ep_update_host_counts(c, a, g, rows, gen);
 }
 
 /* One block: where my rows land at every destination. */
@@ -339,8 +327,7 @@ template <class C> DEV void ep_update_replies(const C c, const epUpdateArgs &a, 
                             (uint64_t)(gen & 1) * c.ranks * words;
   for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
     uint32_t d = i / words, e = i % words, v;
-    if (!ep_wait_word(a.group, replies + i, gen, EP_PHASE_UPDATE_REPLY, d, &v))
-      return;
+    if (!ep_wait_word(a.group, replies + i, gen, EP_PHASE_UPDATE_REPLY, d, &v)) return;
     p::stg<uint32_t>(e < locals ? sendSlot + d * locals + e : sendBase + d, v);
   }
 }
@@ -349,37 +336,35 @@ template <class C> DEV void ep_update_replies(const C c, const epUpdateArgs &a, 
 template <class C> DEV void ep_update_copy_meta(const C c, const epUpdateArgs &a, uint32_t gen) {
   uint32_t locals = c.experts / c.ranks, me = a.group.rank, width = 1 + c.topk;
   const uint32_t *flags = (const uint32_t *)(ep_window(a.group, me) + a.group.window.metaFlags);
-  const uint64_t *counts = (const uint64_t *)(ep_window(a.group, me) + a.group.window.counts) +
-                           (uint64_t)(gen & 1) * c.ranks * (locals + 1);
+  const uint64_t *counts =
+      (const uint64_t *)(ep_window(a.group, me) + a.group.window.counts) + (uint64_t)(gen & 1) * c.ranks * (locals + 1);
   uint32_t *out = (uint32_t *)(a.record + a.recordLayout.recvMeta);
   bool ok = true;
   for (uint32_t s = p::tid(); s < c.ranks && ok; s += c.threads)
     ok = ep_wait_flag(a.group, flags + s, gen, EP_PHASE_UPDATE_META, s);
-  if (!ep_block_agrees(ok))
-    return;
+  if (!ep_block_agrees(ok)) return;
   for (uint32_t s = 0; s < c.ranks; s++) {
     uint32_t rows = EP_ROWS_OF(p::ld_relaxed_sys(counts + (uint64_t)s * (locals + 1) + locals));
     const uint32_t *in = ep_meta(a.group, c.ranks, me, s, gen);
     uint32_t *to = out + (uint64_t)s * a.group.maxTokens * width;
-    for (uint32_t i = p::bid() * c.threads + p::tid(); i < rows * width; i += a.blocks * c.threads)
+    for (uint32_t i = ep_update_block(a) * c.threads + p::tid(); i < rows * width; i += a.blocks * c.threads)
       p::stg<uint32_t>(to + i, p::ldg<uint32_t>(in + (uint64_t)(i / width) * a.group.window.metaWords + i % width));
   }
 }
 
-template <class C> DEV void ep_update(const C c, const epUpdateArgs &a) {
-  p::grid_wait();
-  p::grid_launch();
+/* The blocks of the update; true in thread 0 of the one that was last. */
+template <class C> DEV bool ep_update_run(const C c, const epUpdateArgs &a) {
   epGroupState *state = ep_state(a.group);
   uint32_t *histogram = (uint32_t *)(a.group.scratch + a.group.scratchLayout.histogram);
   uint32_t gen = p::ldg<uint32_t>(&state->updateGen) + 1;
-  uint32_t warps = a.blocks * (c.threads / 32), index = p::bid() * (c.threads / 32) + p::warp();
+  uint32_t warps = a.blocks * (c.threads / 32), index = ep_update_block(a) * (c.threads / 32) + p::warp();
   uint32_t each = (a.tokens + warps - 1) / warps;
   uint32_t t0 = index * each < a.tokens ? index * each : a.tokens;
   uint32_t t1 = t0 + each < a.tokens ? t0 + each : a.tokens;
 
   ep_update_count(c, a, t0, t1);
   p::sync_threads();
-  ep_update_publish(c, histogram);
+  ep_update_publish(c, a, histogram);
   p::sync_threads();
   bool ok = true;
   if (p::tid() == 0 && a.blocks > 1) {
@@ -392,24 +377,38 @@ template <class C> DEV void ep_update(const C c, const epUpdateArgs &a) {
     p::sync_threads();
     ep_update_place(c, a, t0, t1, gen);
     ep_update_send_flags(c, a, gen);
-    if (p::bid() == 0)
-      ep_update_gather(c, a, gen);
-    if (p::bid() == a.blocks - 1)
-      ep_update_replies(c, a, gen);
+    if (ep_update_block(a) == 0) ep_update_gather(c, a, gen);
+    if (ep_update_block(a) == a.blocks - 1) ep_update_replies(c, a, gen);
     ep_update_copy_meta(c, a, gen);
   }
   p::sync_threads();
-  if (p::tid() == 0 && (a.blocks == 1 || p::atomic_add_acq_rel_gpu(&state->updateDone, 1) == a.blocks - 1)) {
-    bool whole = p::ld_relaxed_sys(&state->aborted) == 0; /* else what follows on the stream must not trust the record */
-    p::stg<uint32_t>(&((epRecordHeader *)(a.record + a.recordLayout.header))->generation, whole ? gen : 0);
-    p::stg<uint32_t>(&state->updateArrived, 0);
-    p::stg<uint32_t>(&state->updateSent, 0);
-    p::stg<uint32_t>(&state->updateDone, 0);
-    p::stg<uint32_t>(&state->aborted, 0);
-    p::stg<uint32_t>(&state->errorClaimed, 0);
-    p::stg<uint32_t>(&state->indexClaimed, 0);
-    p::stg<uint32_t>(&state->updateGen, gen);
-  }
+  if (p::tid() != 0 || (a.blocks > 1 && p::atomic_add_acq_rel_gpu(&state->updateDone, 1) != a.blocks - 1)) return false;
+  bool whole = p::ld_relaxed_sys(&state->aborted) == 0; /* else what follows must not trust the record */
+  p::stg<uint32_t>(&((epRecordHeader *)(a.record + a.recordLayout.header))->generation, whole ? gen : 0);
+  p::stg<uint32_t>(&state->updateArrived, 0);
+  p::stg<uint32_t>(&state->updateSent, 0);
+  p::stg<uint32_t>(&state->updateDone, 0);
+  p::stg<uint32_t>(&state->indexClaimed, 0);
+  p::stg<uint32_t>(&state->updateGen, gen);
+  return true;
+}
+
+template <class C> DEV void ep_update(const C c, const epUpdateArgs &a) {
+  p::grid_wait();
+  p::grid_launch();
+  if (!ep_update_run(c, a)) return;
+  p::stg<uint32_t>(&ep_state(a.group)->aborted, 0);
+  p::stg<uint32_t>(&ep_state(a.group)->errorClaimed, 0);
+}
+
+/* Inside operation `gen` that needs the record, by whole blocks that do not send: those of the update make it, and all wait
+ * until it is made. Shared memory is free for other uses before and after. False: a wait gave up. */
+template <class C> DEV bool ep_update_inside(const C c, const epUpdateArgs &a, uint32_t gen) {
+  epGroupState *state = ep_state(a.group);
+  bool ok = true;
+  if (ep_update_block(a) < a.blocks && ep_update_run(c, a)) p::st_release_gpu(&state->routed, gen);
+  if (p::tid() == 0) ok = ep_wait_flag(a.group, &state->routed, gen, EP_PHASE_GRID, a.group.rank);
+  return ep_block_agrees(ok);
 }
 
 #endif

@@ -188,8 +188,8 @@ static ncclResult_t launch(epBackend *be, epKernel *k, const epLaunch *l, cudaSt
   StreamOp op{StreamOp::Kernel};
   op.name = kernelName(kernel->id);
   op.body = kernelBody(kernel->id, kernel->config, l->args, l->argBytes);
-  op.together = kernel->id == EP_KERNEL_UPDATE || kernel->id == EP_KERNEL_HYBRID_UPDATE; // they alone have a
-                                                                                         // barrier of the grid
+  op.together = kernel->id == EP_KERNEL_UPDATE || kernel->id == EP_KERNEL_HYBRID_UPDATE ||
+                kernel->config.fused; // updates alone have a barrier of the grid
   op.blocks = l->blocks, op.threads = l->threads, op.sharedBytes = l->smemBytes;
   if (!op.body)
     return fail(ncclInternalError, "launch of %s with %zu bytes of arguments", op.name.c_str(), l->argBytes);

@@ -111,6 +111,9 @@ DEV uint64_t ld_relaxed_sys(const uint64_t *a, Here h = Here::current()) { retur
 DEV uint32_t ld_acquire_gpu(const uint32_t *a, Here h = Here::current()) {
   return uint32_t(e().poll(a, 4, true, false, at(h)));
 }
+DEV void st_release_gpu(uint32_t *a, uint32_t v, Here h = Here::current()) {
+  e().store(a, &v, 4, emu::Engine::Order::Release, at(h));
+}
 DEV void st_release_sys(uint32_t *a, uint32_t v, Here h = Here::current()) {
   e().store(a, &v, 4, emu::Engine::Order::Release, at(h));
 }

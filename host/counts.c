@@ -87,7 +87,7 @@ static uint64_t epNow(void) {
 static int epReached(uint32_t seen, uint32_t wanted) { return seen != 0 && (int32_t)(seen - wanted) >= 0; }
 
 int epCountsKnown(const struct ncclEpHandle *h) {
-  return h->updated && h->counts && !h->captured && !h->group->updatesCaptured &&
+  return h->updated && !h->pending.on && h->counts && !h->captured && !h->group->updatesCaptured &&
          epReached(__atomic_load_n(&h->counts->generation, __ATOMIC_ACQUIRE), h->generation);
 }
 

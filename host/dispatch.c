@@ -242,6 +242,7 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   epGrid grid;
   epKernel *kernel;
   epLaunch launch;
+  int capturing = 0;
   ncclResult_t r = epHandleFind(call, h);
   if (r != ncclSuccess) return r;
   g = h->group;
@@ -249,7 +250,7 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   r = epGroupUsable(call, g);
   if (r == ncclSuccess && epIsLl(g)) return epLlDispatch(call, h, in, out, info, config, ext, stream);
   if (r == ncclSuccess) r = epDispatchConfigCheck(call, config, info);
-  if (r == ncclSuccess) r = epHandleRouted(call, h, stream);
+  if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epDispatchInputs(call, h, in, forward, &rowBytes, &a);
   if (r == ncclSuccess) r = epDispatchTokensOut(call, h, in, out, &a);
   if (r == ncclSuccess) r = epDispatchExtrasOut(call, h, out, forward, &a);
@@ -258,7 +259,13 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
   kc.scaleBytes = scaleBytes;
-  r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms), EP_KERNEL_DISPATCH, &kc, &grid);
+  if (h->pending.on) {
+    kc.fused = 1;
+    kc.indexBytes = h->pending.indices.bytes;
+    r = g->be->ops->isCapturing(g->be, stream, &capturing);
+  }
+  if (r == ncclSuccess) r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms), EP_KERNEL_DISPATCH, &kc, &grid);
+  if (r == ncclSuccess && !kc.fused) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_DISPATCH, &kc, stream, &kernel);
   if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);
@@ -268,6 +275,13 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   a.globalIdx = info && info->recv_topk_idx_kind == NCCL_EP_EXPERT_ID_GLOBAL;
   a.pushBlocks = grid.pushBlocks;
   a.blocks = grid.blocks;
+  if (kc.fused) {
+    a.update = h->pending.update;
+    a.update.firstBlock = grid.pushBlocks;
+    a.update.blocks = epPolicyFusedBlocks(&g->topology, &grid, a.numTokens);
+  }
   launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
-  return epLaunchKernel(g, kernel, &launch, stream);
+  r = epLaunchKernel(g, kernel, &launch, stream);
+  if (r == ncclSuccess && kc.fused) epUpdateIssued(h, capturing, stream);
+  return r;
 }

@@ -7,12 +7,13 @@
 /* Sending: 8 SMs of plain stores already reach 96 % of the link that all SMs reach; with bulk copies 24 beside the
  * epilogue were as good as 32 and better than 8 and 16 (push + expand 202 to 233 us at T = 4096). Combine's senders of
  * flat rows read one row and write one; a few more keep the link busy while the epilogue reduces. In expert-major they
- * read several slots for each row they send, so they are the heavier half. */
-#define EP_PUSH_BLOCKS_DISPATCH 24u
+ * read several slots for each row they send, so two thirds of the blocks send (T = 4096: 66 of 132 224 us, 88 211 us, 108
+ * 237 us); those that are done help to reduce. */
+#define EP_PUSH_BLOCKS_DISPATCH 28u
 /* In expert-major the epilogue writes each row several times and is the longer part; short rows need more senders. */
 #define EP_PUSH_BLOCKS_DISPATCH_MAJOR 16u
 #define EP_LONG_ROW 8192u
-#define EP_PUSH_BLOCKS_COMBINE_FLAT 32u
+#define EP_PUSH_BLOCKS_COMBINE_FLAT 28u
 
 /* Warps of a block that moves rows, beside the signaller: 8 with two stages of a whole row each were faster than 16 or
  * 24 with smaller stages (combine from expert-major, T = 4096: 267, 293 and 338 us). */
@@ -21,6 +22,7 @@
 /* Few large blocks: each reads the histograms of all before it, so more blocks cost more than they save. 128 tokens are
  * 8 a warp. */
 #define EP_UPDATE_TOKENS_A_BLOCK 128u
+#define EP_FUSED_TOKENS_A_BLOCK 64u /* inside a dispatch, whose blocks have half as many warps */
 #define EP_EMU_UPDATE_TOKENS_A_BLOCK 8u /* there blocks are for meeting each other */
 /* On the emulated fabric a thread is a fiber: two warps a block are what its checks need, more cost only time. */
 #define EP_EMU_WARPS 2u
@@ -53,12 +55,18 @@ ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t t
   return ncclSuccess;
 }
 
+unsigned epPolicyFusedBlocks(const epTopology *topology, const epGrid *grid, uint32_t tokens) {
+  uint32_t each = topology->arch ? EP_FUSED_TOKENS_A_BLOCK : EP_EMU_UPDATE_TOKENS_A_BLOCK;
+  unsigned blocks = least(least(EP_MAX_UPDATE_BLOCKS, grid->blocks - grid->pushBlocks), (tokens + each - 1) / each);
+  return blocks ? blocks : 1;
+}
+
 static unsigned epPushBlocks(int kernelId, const epConfig *config, unsigned blocks) {
   unsigned half = blocks / 2;
   int major = config->layout != EP_LAYOUT_KIND_FLAT && config->rowBytes >= EP_LONG_ROW;
   if (kernelId == EP_KERNEL_DISPATCH)
     return least(major ? EP_PUSH_BLOCKS_DISPATCH_MAJOR : EP_PUSH_BLOCKS_DISPATCH, half);
-  return config->layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_COMBINE_FLAT, half) : half;
+  return config->layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_COMBINE_FLAT, half) : blocks * 2 / 3;
 }
 
 ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned sms, int kernelId, epConfig *config,
@@ -75,6 +83,7 @@ ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned
     return epFail(ncclInvalidArgument,
                   "%s: a row of %u bytes takes %u bytes of shared memory: a block of this device has %u", call,
                   config->rowBytes, epMoveSmem(config), smem);
+  if (config->fused && epUpdateSmem(config) > smem) config->fused = config->indexBytes = 0;
   grid->threads = config->threads;
   grid->smemBytes = epMoveSmem(config);
   grid->blocks = sms;

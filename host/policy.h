@@ -15,7 +15,11 @@ typedef struct epGrid {
 unsigned epPolicySms(const epTopology *topology, unsigned limit);
 /* Sets config->threads and config->bulk, and gives the grid. `tokens`: T. Fails when a row does not fit a block. */
 ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t tokens, epConfig *config, epGrid *grid);
+/* Takes config->fused away where the histograms of an update do not fit beside a dispatch's few warps. */
 ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned sms, int kernelId, epConfig *config,
                           epGrid *grid);
+
+/* Blocks of the grid of a fused dispatch, behind its senders, that make the routing record of `tokens` tokens. */
+unsigned epPolicyFusedBlocks(const epTopology *topology, const epGrid *grid, uint32_t tokens);
 
 #endif

@@ -94,6 +94,7 @@ struct ncclEpHandle {
   struct {
     int on; /* the last update borrowed these and launched nothing: the first dispatch does its work */
     epIndices indices;
+    epUpdateArgs update; /* high throughput: its arguments but for the blocks */
   } pending;
 };
 
@@ -168,6 +169,8 @@ ncclResult_t epHandleRouted(const char *call, struct ncclEpHandle *handle, cudaS
 uint32_t epLayoutKind(const struct ncclEpGroup *group, ncclEpLayout_t layout);
 
 /* ---- update.c, dispatch.c, combine.c */
+/* An update has been launched, by itself or inside a dispatch: what that makes of the handle. */
+void epUpdateIssued(struct ncclEpHandle *handle, int capturing, cudaStream_t stream);
 ncclResult_t epUpdate(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *topk,
                       const ncclEpLayoutInfo_t *info, int borrow, cudaStream_t stream);
 /* Launches the update that is pending, if one is. */

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "hybrid.h"
 #include "low_latency.h"
 #include "runtime.h"
 #include "tensor.h"
@@ -81,15 +82,8 @@ static ncclResult_t epUpdateIndices(const char *call, const struct ncclEpHandle 
   return r;
 }
 
-/* The launch, and what it makes of the handle. */
-static ncclResult_t epUpdateLaunch(struct ncclEpHandle *h, epKernel *kernel, const epGrid *grid, const epUpdateArgs *a,
-                                   uint32_t topk, cudaStream_t stream) {
+void epUpdateIssued(struct ncclEpHandle *h, int capturing, cudaStream_t stream) {
   struct ncclEpGroup *g = h->group;
-  epLaunch launch = {grid->blocks, grid->threads, grid->smemBytes, a, sizeof *a};
-  int capturing = 0;
-  ncclResult_t r = g->be->ops->isCapturing(g->be, stream, &capturing);
-  if (r == ncclSuccess) r = epLaunchKernel(g, kernel, &launch, stream);
-  if (r != ncclSuccess) return r;
   pthread_mutex_lock(&g->lock);
   if (capturing)
     g->updatesCaptured = 1;
@@ -98,19 +92,33 @@ static ncclResult_t epUpdateLaunch(struct ncclEpHandle *h, epKernel *kernel, con
   pthread_mutex_unlock(&g->lock);
   h->captured = capturing;
   h->stream = stream;
-  h->updated = 1;
-  h->topk = topk;
-  h->tokens = a->tokens;
-  return ncclSuccess;
+  h->pending.on = 0;
+}
+
+/* A launch of its own; `a` but for the blocks. */
+static ncclResult_t epUpdateLaunch(const char *call, struct ncclEpHandle *h, const epIndices *indices, epUpdateArgs *a,
+                                   cudaStream_t stream) {
+  struct ncclEpGroup *g = h->group;
+  epConfig config = epUpdateConfig(g, epLayoutKind(g, h->layout), indices->topk, indices->bytes);
+  epGrid grid;
+  epKernel *kernel;
+  epLaunch launch;
+  int capturing = 0;
+  ncclResult_t r = epPolicyUpdate(&g->topology, g->sms, indices->tokens, &config, &grid);
+  if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_UPDATE, &config, stream, &kernel);
+  if (r == ncclSuccess) r = g->be->ops->isCapturing(g->be, stream, &capturing);
+  if (r != ncclSuccess) return r;
+  a->blocks = grid.blocks;
+  launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, a, sizeof *a};
+  r = epLaunchKernel(g, kernel, &launch, stream);
+  if (r == ncclSuccess) epUpdateIssued(h, capturing, stream);
+  return r;
 }
 
 ncclResult_t epUpdate(const char *call, ncclEpHandle_t h, const ncclEpTensor_t *topk, const ncclEpLayoutInfo_t *info,
                       int borrow, cudaStream_t stream) {
   struct ncclEpGroup *g;
   epUpdateArgs a;
-  epConfig config;
-  epGrid grid;
-  epKernel *kernel;
   epIndices indices = {0};
   ncclResult_t r = epHandleFind(call, h);
   if (r != ncclSuccess) return r;
@@ -121,27 +129,35 @@ ncclResult_t epUpdate(const char *call, ncclEpHandle_t h, const ncclEpTensor_t *
   if (r == ncclSuccess && epIsLl(g)) return epLlUpdate(call, h, &indices, info, borrow, stream);
   if (r == ncclSuccess && info) r = epUpdateCounters(call, h, info, &a);
   if (r != ncclSuccess) return r;
-  config = epUpdateConfig(g, epLayoutKind(g, h->layout), indices.topk, indices.bytes);
-  r = epPolicyUpdate(&g->topology, g->sms, indices.tokens, &config, &grid);
-  if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_UPDATE, &config, stream, &kernel);
-  if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);
-  a.recordLayout = epRecordLayoutOf(g->shape.ranks, g->shape.experts, config.topk, g->shape.maxTokens);
+  a.recordLayout = epRecordLayoutOf(g->shape.ranks, g->shape.experts, indices.topk, g->shape.maxTokens);
   a.record = h->record;
   a.topkIdx = indices.data;
   a.tokens = indices.tokens;
-  a.blocks = grid.blocks;
   a.align = h->align;
   a.budget = g->budget;
   a.hostCounts = (epHostCounts *)(void *)h->countsDev;
-  return epUpdateLaunch(h, kernel, &grid, &a, config.topk, stream);
+  if (!borrow || epIsHybrid(g)) {
+    r = epUpdateLaunch(call, h, &indices, &a, stream);
+    if (r != ncclSuccess) return r;
+  } else {
+    h->pending.on = 1;
+    h->pending.indices = indices;
+    h->pending.update = a;
+    h->captured = 0;
+    h->stream = stream;
+  }
+  h->updated = 1;
+  h->topk = indices.topk;
+  h->tokens = indices.tokens;
+  return ncclSuccess;
 }
 
-/* Low latency alone leaves an update pending. */
 ncclResult_t epUpdatePending(const char *call, struct ncclEpHandle *h, cudaStream_t stream) {
   ncclResult_t r;
   if (!h->pending.on) return ncclSuccess;
-  r = epLlUpdateLaunch(call, h, &h->pending.indices, stream);
+  r = epIsLl(h->group) ? epLlUpdateLaunch(call, h, &h->pending.indices, stream)
+                       : epUpdateLaunch(call, h, &h->pending.indices, &h->pending.update, stream);
   if (r == ncclSuccess) h->pending.on = 0;
   return r;
 }

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "failure.h"
+#include "meet.h"
 #include "transfer.h"
 
 #define CLOCK_EVERY 8 /* iterations */
@@ -38,8 +39,8 @@ static int timeTransfer(side *s, epTransferKind kind, unsigned i) {
    * make that wait for ever. Each routing has been seen before anything is held. */
   int hold = i >= (kind == EP_TRANSFER_ALL_TO_ALL ? EP_LAYER_ROUTINGS : 1u);
   countBytes(s, i % s->bench->routings);
-  if (epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port)) || epPortMark(port, 0) ||
-      epTransferQueue(&s->transfer, kind, s->send, s->receive) || epPortMark(port, 1) ||
+  if (epPortSync(port) || epPortBarrier(port) || (hold && (epPortHold(port) || epMeetQueue(port))) ||
+      epPortMark(port, 0) || epTransferQueue(&s->transfer, kind, s->send, s->receive) || epPortMark(port, 1) ||
       (hold && epPortRelease(port)) || epPortSync(port))
     return -1;
   return i >= o->warmup && epBenchKeepMarks(port, s->transferRow[kind]) ? -1 : 0;
@@ -117,6 +118,7 @@ int epBenchCompare(epPort *port, void *context) {
     rc = openSide(&sides[i], port, &c->cases[i]);
     if (!rc) makeRows(&sides[i]);
   }
+  if (!rc) rc = epMeetReady(port);
   for (unsigned i = 0; i < o->warmup + o->iters && !rc; i++) {
     for (unsigned s = 0; s < c->count && !rc; s++) rc = iterate(&sides[s], i);
     if (port->cuda && i >= o->warmup && i % CLOCK_EVERY == 0) epClocksRead(port->bus, &clocks);

@@ -10,6 +10,7 @@
 #include "bench_host.h"
 #include "check.h"
 #include "failure.h"
+#include "meet.h"
 
 /* ---- Routings --------------------------------------------------------------------------------------------------- */
 
@@ -257,7 +258,8 @@ static int warmCalls(epBench *bench, epLayer *layer) {
   int rank = layer->port->rank;
   if (epLayerSetIndices(layer, 0, what.routing->idx[rank], what.routing->tokens[rank]) ||
       epCheckUploadTokens(layer, &what, EP_DATA_TOKEN) || epCheckUploadOutputs(layer, &what) ||
-      epPortBarrier(layer->port) || epLayerUpdate(layer, 0) || epLayerDispatch(layer, 0) || epLayerCombine(layer, 0) ||
+      epPortBarrier(layer->port) || epLayerCalls(layer, EP_PART_UPDATE, 0) || epLayerDispatch(layer, 0) ||
+      epLayerCalls(layer, EP_PART_UPDATE | EP_PART_DISPATCH | EP_PART_COMBINE, 0) ||
       (bench->options->backward && (epLayerDispatch(layer, 1) || epLayerCombine(layer, 1))))
     return -1;
   return epPortSync(layer->port) || epPortBarrier(layer->port) ? -1 : 0;
@@ -318,11 +320,12 @@ int epBenchTimeOnce(epBench *bench, epLayer *layer, epBenchRow *row, unsigned pa
   /* Eager updates wait on the host for their counts; the first call may load a kernel, and the first replay a graph,
    * which can wait for the stream. */
   int hold = i >= (o->graph ? bench->routings : 1) && bench->layer.budget;
-  if (!(parts & EP_PART_UPDATE) && epLayerUpdate(layer, routing)) return -1;
+  if (!(parts & EP_PART_UPDATE) && epLayerCalls(layer, EP_PART_UPDATE, routing)) return -1;
   /* Low latency's routing is complete after a dispatch. */
   if (!(parts & (EP_PART_UPDATE | EP_PART_DISPATCH)) && epLayerIsLl(&layer->config) && epLayerDispatch(layer, 0))
     return -1;
-  if (epLayerReady(layer, parts, routing) || epPortSync(port) || epPortBarrier(port) || (hold && epPortHold(port)))
+  if (epLayerReady(layer, parts, routing) || epMeetReady(port) || epPortSync(port) || epPortBarrier(port) ||
+      (hold && (epPortHold(port) || epMeetQueue(port))))
     return -1;
   if (epPortMark(port, 0) || epLayerRun(layer, parts, routing) || epPortMark(port, 1)) return -1;
   if ((hold && epPortRelease(port)) || epPortSync(port)) return -1;

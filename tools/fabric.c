@@ -15,6 +15,7 @@
 #include "bootstrap.h"
 #include "driver.h"
 #include "failure.h"
+#include "meet.h"
 
 #define START_BYTES 4096 /* a page: the word that all GPUs of a host wait for */
 #define HOST_GRACE_SECONDS 30
@@ -387,6 +388,7 @@ static int closeRank(epPort *port, void *unused) {
     port->comm = NULL;
     return 0;
   }
+  epMeetClose(port);
   if (port->comm) (fabric->aborted ? fabric->nccl->commAbort : fabric->nccl->commDestroy)(port->comm);
   port->comm = NULL;
   for (int i = 0; i < EP_PORT_EVENTS; i++)
@@ -533,6 +535,20 @@ typedef struct peerNote {
   void *pointer, *context;
   epCuIpcHandle handle;
 } peerNote;
+
+int epPortSeveralHosts(epPort *port, int *several) {
+  char mine[64] = "", (*all)[64] = calloc((size_t)port->ranks, sizeof(*all));
+  if (!all) return epToolFail("out of host memory");
+  gethostname(mine, sizeof(mine) - 1);
+  if (epPortGather(port, mine, all, sizeof(mine))) {
+    free(all);
+    return -1;
+  }
+  *several = 0;
+  for (int r = 0; r < port->ranks; r++) *several |= strcmp(all[r], mine) != 0;
+  free(all);
+  return 0;
+}
 
 int epPortMapPeers(epPort *port, void *mine, void **peers) {
   epFabric *fabric = port->fabric;

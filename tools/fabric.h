@@ -40,6 +40,7 @@ typedef struct epPort {
   void *events[EP_PORT_EVENTS];
   double hostTime[EP_PORT_EVENTS];
   uint32_t holds;
+  struct epMeet *meet; /* meet.h; NULL until it is used */
 } epPort;
 
 /* EP_FABRIC_AUTO becomes what is there: GPUs if any, else the emulated fabric. reason: why there are no GPUs. */
@@ -89,6 +90,8 @@ int epPortCaptureEnd(epPort *port, void **graph);
 int epPortReplay(epPort *port, void *graph);
 void epPortGraphFree(epPort *port, void *graph);
 
+/* Whether ranks run on several hosts. Collective. */
+int epPortSeveralHosts(epPort *port, int *several);
 /* Addresses of the peers' `mine`, usable in this rank's copies (GPUs of one host). Collective. */
 int epPortMapPeers(epPort *port, void *mine, void **peers);
 void epPortUnmapPeers(epPort *port, void **peers);

@@ -273,7 +273,7 @@ static ncclEpTensor_t placesOf(const epLayer *layer, const epBuffer *buffer, ncc
 
 static int update(epLayer *layer, const ncclEpTensor_t *idx, const ncclEpLayoutInfo_t *info) {
   ncclEpUpdateExtConfig_t config = NCCL_EP_UPDATE_EXT_CONFIG_INIT;
-  config.borrow_topk_idx = layer->config.fused;
+  config.borrow_topk_idx = layer->config.fused && !layer->alone;
   return told(layer, ncclEpUpdateHandleExt(layer->handle, idx, info, &config, layer->port->stream),
               "ncclEpUpdateHandleExt");
 }
@@ -428,9 +428,11 @@ int epLayerCombine(epLayer *layer, int backward) {
 
 /* ---- Calls together ------------------------------------------------------------------------------------------------- */
 
-static int callParts(epLayer *layer, unsigned parts, unsigned routing) {
+int epLayerCalls(epLayer *layer, unsigned parts, unsigned routing) {
   int backward = (parts & EP_PART_BACKWARD) != 0;
+  layer->alone = !(parts & EP_PART_DISPATCH);
   if ((parts & EP_PART_UPDATE) && epLayerUpdate(layer, routing)) return -1;
+  layer->alone = 0;
   if ((parts & EP_PART_DISPATCH) && epLayerDispatch(layer, backward)) return -1;
   return (parts & EP_PART_COMBINE) && epLayerCombine(layer, backward) ? -1 : 0;
 }
@@ -440,14 +442,14 @@ int epLayerReady(epLayer *layer, unsigned parts, unsigned routing) {
   int rc;
   if (!layer->config.graph || layer->graphs[parts][routing]) return 0;
   if (epPortCaptureBegin(layer->port)) return -1;
-  rc = callParts(layer, parts, routing);
+  rc = epLayerCalls(layer, parts, routing);
   rc |= epPortCaptureEnd(layer->port, &graph); /* also after a failure: the stream must come out of the capture */
   layer->graphs[parts][routing] = graph;
   return rc ? -1 : 0;
 }
 
 int epLayerRun(epLayer *layer, unsigned parts, unsigned routing) {
-  if (!layer->config.graph) return callParts(layer, parts, routing);
+  if (!layer->config.graph) return epLayerCalls(layer, parts, routing);
   if (epLayerReady(layer, parts, routing)) return -1;
   if (parts & EP_PART_UPDATE) layer->current = routing;
   return epPortReplay(layer->port, layer->graphs[parts][routing]);

@@ -53,6 +53,7 @@ typedef struct epLayer {
   epBuffer expertOut, expertWeights;          /* input of combine */
   epBuffer y, yWeights;
   unsigned current; /* routing of the last update */
+  int alone;        /* the next update is not followed by its dispatch, so it borrows nothing */
   void *graphs[EP_PARTS][EP_LAYER_ROUTINGS];
 } epLayer;
 
@@ -77,7 +78,9 @@ int epLayerUpdate(epLayer *layer, unsigned routing);
 int epLayerDispatch(epLayer *layer, int backward);
 int epLayerCombine(epLayer *layer, int backward);
 
-/* Some of these calls on a routing; with config.graph, the replay of a graph that holds them. Ready captures that graph,
+/* Some of these calls on a routing, now. An update without a dispatch behind it is a launch of its own. */
+int epLayerCalls(epLayer *layer, unsigned parts, unsigned routing);
+/* The same; with config.graph, the replay of a graph that holds them. Ready captures that graph,
  * if it is not there yet: the last update the host has seen must be this routing's (or be among the parts), and each
  * call must have been made before, as capturing compiles nothing. */
 int epLayerReady(epLayer *layer, unsigned parts, unsigned routing);

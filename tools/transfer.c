@@ -57,21 +57,6 @@ static void lacks(epTransfer *t, epTransferKind kind, const char *why) {
   snprintf(t->missing[kind], sizeof(t->missing[kind]), "%s", why);
 }
 
-/* Peers' addresses are known among the GPUs of one host. */
-static int severalHosts(epPort *port, int *several) {
-  char mine[64] = "", (*all)[64] = calloc((size_t)port->ranks, sizeof(*all));
-  if (!all) return epToolFail("out of host memory");
-  gethostname(mine, sizeof(mine) - 1);
-  if (epPortGather(port, mine, all, sizeof(mine))) {
-    free(all);
-    return -1;
-  }
-  *several = 0;
-  for (int r = 0; r < port->ranks; r++) *several |= strcmp(all[r], mine) != 0;
-  free(all);
-  return 0;
-}
-
 static int openKernel(epTransfer *t) {
   const epDriver *d = epDriverOpen(NULL);
   epCuDevice device;
@@ -102,7 +87,7 @@ int epTransferOpen(epLayer *layer, epTransfer *t) {
   t->room = layer->expertOut.bytes < layer->outTokens.bytes ? layer->expertOut.bytes : layer->outTokens.bytes;
   for (int k = 0; none && k < EP_TRANSFERS; k++) lacks(t, (epTransferKind)k, none);
   if (none) return 0;
-  if (severalHosts(port, &several)) return -1;
+  if (epPortSeveralHosts(port, &several)) return -1;
   if (several) {
     lacks(t, EP_TRANSFER_COPY_ENGINE, "ranks of several hosts");
     lacks(t, EP_TRANSFER_SM_STORES, "ranks of several hosts");
