@@ -17,7 +17,7 @@ CAUSES = {
     "slot-off-by-one": r"tokens: row \d+",
     "skip-wait": r"data race\].*reads window",
     "no-credit": r"data race\].*no credit",
-    "no-grid-barrier": r"data race\] update",
+    "no-grid-barrier": r"data race\] (update|dispatch)",
     "wait-unscheduled": r"block not resident\]",
     "gin-signal-first": r"data race\] hybrid_.*GIN.*no strong signal after the put|"
                         r"data race\] hybrid_.*\(rail\.h:\d+\) writes window.*raised before this write",
