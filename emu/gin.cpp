@@ -21,8 +21,8 @@ static KnownRef knowledge(const GinPort *port, u32 slot, u32 epoch) {
   return knownWith(KnownRef(), port->identity, v);
 }
 
-GinPort *Engine::openGin(const GinPort &given) {
-  ginPorts.emplace_back(new GinPort(given));
+GinPort *Engine::openGin(const GinPort &port) {
+  ginPorts.emplace_back(new GinPort(port));
   GinPort *p = ginPorts.back().get();
   p->identity = allocIdentity(p->rank, 0, 0, "GIN", KnownRef(), false);
   identities[p->identity].nic = true;

@@ -336,8 +336,8 @@ typedef struct {
   unsigned int num_qp_per_rank;       /* ignored: ncclEpGetGroupProperties tells contexts and queue pairs */
   unsigned int num_channels;          /* ignored: see max_num_sms */
   /* Thread blocks (SMs) of a kernel at most; NCCL_EP_AUTO: the whole GPU. Environment: NCCL_EP_NUM_SMS. With more than
-   * one rank dispatch and combine have at least two blocks, a sender and a receiver; they also work one after the
-   * other. */
+   * one rank dispatch and combine have at least two blocks, a sender and a receiver, and with several scale-up domains
+   * a few more; they also work one after the other. */
   unsigned int max_num_sms;
   ncclEpAllocConfig_t alloc;              /* for the group's and the handles' device memory */
   unsigned int enable_mask;               /* fault masks. Not supported yet: must be 0 */

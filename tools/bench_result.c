@@ -112,6 +112,9 @@ void epBenchPrintHeader(const epBenchResult *r) {
   printf("# ranks: %u = %d scale-out x %d scale-up%s; SMs: update %d, dispatch %d, combine %d\n", o->ranks,
          r->properties.scale_out_ranks, r->properties.scale_up_ranks, r->cuda ? "" : ", emulated",
          r->properties.num_sms_update, r->properties.num_sms_dispatch, r->properties.num_sms_combine);
+  if (r->properties.hybrid)
+    printf("# network of a rank: %u contexts, %u signals, %u queue pairs\n", r->properties.gin_contexts,
+           r->properties.gin_signals, r->properties.queue_pairs);
   printf("# layer: ");
   if (!o->compare) printf("tokens %s %s%s ", o->tokensText, epBenchLayoutName(o->layout), align);
   printf("hidden %u topk %u experts %u %s index %s, routing %s", o->hidden, o->topk, o->experts, epRefTypeName(o->type),
