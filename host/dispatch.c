@@ -21,6 +21,11 @@ epConfig epMoveConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk,
   return c;
 }
 
+void epMoveFused(epConfig *c, uint32_t indexBytes) {
+  c->fused = 1;
+  c->indexBytes = indexBytes;
+}
+
 unsigned epCallSms(const struct ncclEpGroup *g, unsigned asked) { return asked && asked < g->sms ? asked : g->sms; }
 
 ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t hidden,
@@ -260,8 +265,7 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
   kc.scaleBytes = scaleBytes;
   if (h->pending.on) {
-    kc.fused = 1;
-    kc.indexBytes = h->pending.indices.bytes;
+    epMoveFused(&kc, h->pending.indices.bytes);
     r = g->be->ops->isCapturing(g->be, stream, &capturing);
   }
   if (r == ncclSuccess) r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms), EP_KERNEL_DISPATCH, &kc, &grid);

@@ -99,7 +99,7 @@ ncclResult_t epHandleMetadata(ncclEpHandle_t h, ncclEpHandleMetadata_t *m) {
   ncclResult_t r = epHandleFind(call, h);
   if (r == ncclSuccess && epIsLl(h->group))
     r = epFail(ncclInvalidUsage, "%s: low latency has no metadata: places are fixed by rank or expert", call);
-  if (r == ncclSuccess) r = epHandleRouted(call, h, NULL);
+  if (r == ncclSuccess) r = epHandleRouted(call, h, h->stream);
   if (r == ncclSuccess && h->updated && !h->captured) {
     /* the whole kernel, not only its counts: the record is complete at its end */
     r = epRefuseCapture(call, h->group, h->stream, "the host cannot wait for it then");

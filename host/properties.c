@@ -58,7 +58,7 @@ ncclResult_t epGroupProperties(ncclEpGroup_t g, ncclEpGroupProperties_t *p) {
 }
 
 static ncclResult_t epPrepareMove(const struct ncclEpGroup *g, const ncclEpPrepareConfig_t *c, int id, int weights,
-                                  epWishes *wishes) {
+                                  int fused, epWishes *wishes) {
   static const char call[] = "ncclEpPrepare";
   int combine = id == EP_KERNEL_COMBINE;
   ncclDataType_t type = combine ? c->combine_type : c->dispatch_type;
@@ -78,8 +78,9 @@ static ncclResult_t epPrepareMove(const struct ncclEpGroup *g, const ncclEpPrepa
     r = epFail(ncclInvalidArgument, "%s: num_bias is %u: expected at most 2", call, c->num_bias);
   if (r != ncclSuccess) return r;
   if (combine) kc.bias = c->num_bias;
+  if (fused) epMoveFused(&kc, epTypeBytes(c->index_type));
   r = epPolicyMove(call, &g->topology, g->sms, id, &kc, &grid);
-  if (r == ncclSuccess) epWishAdd(wishes, id, &kc);
+  if (r == ncclSuccess && (kc.fused || !fused)) epWishAdd(wishes, id, &kc);
   return r;
 }
 
@@ -97,14 +98,17 @@ ncclResult_t epPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareCon
   if (c->index_type != ncclInt64 && c->index_type != ncclInt32)
     return epFail(ncclInvalidArgument, "%s: index_type is %s: expected int64 or int32", call,
                   epTypeName(c->index_type));
+  if (c->borrow_topk_idx != 0 && c->borrow_topk_idx != 1)
+    return epFail(ncclInvalidArgument, "%s: borrow_topk_idx is %d: expected 0 or 1", call, c->borrow_topk_idx);
   if (epIsLl(g)) return epLlPrepareWishes(g, c, out);
   kc = epUpdateConfig(g, epLayoutKind(g, c->layout), c->top_k, epTypeBytes(c->index_type));
   r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, &kc, &grid);
   if (r == ncclSuccess) epWishAdd(out, EP_KERNEL_UPDATE, &kc);
   for (int weights = 0; r == ncclSuccess && weights < 2; weights++) { /* forward: dispatch with, combine without */
-    if (weights || c->backward) r = epPrepareMove(g, c, EP_KERNEL_DISPATCH, weights, out);
-    if (r == ncclSuccess && (!weights || c->backward)) r = epPrepareMove(g, c, EP_KERNEL_COMBINE, weights, out);
+    if (weights || c->backward) r = epPrepareMove(g, c, EP_KERNEL_DISPATCH, weights, 0, out);
+    if (r == ncclSuccess && (!weights || c->backward)) r = epPrepareMove(g, c, EP_KERNEL_COMBINE, weights, 0, out);
   }
+  if (r == ncclSuccess && c->borrow_topk_idx && !epIsHybrid(g)) r = epPrepareMove(g, c, EP_KERNEL_DISPATCH, 1, 1, out);
   return r;
 }
 

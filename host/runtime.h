@@ -190,6 +190,8 @@ unsigned epCallSms(const struct ncclEpGroup *group, unsigned asked);
 epConfig epUpdateConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t indexBytes);
 epConfig epMoveConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t rowBytes, uint32_t dtype,
                       int weights);
+/* Makes it a dispatch that makes the routing record itself. */
+void epMoveFused(epConfig *config, uint32_t indexBytes);
 ncclResult_t epCombineType(const char *name, ncclDataType_t type, uint32_t *dtype);
 /* Bytes of a row of `tensor`, checked against 16 and the group's limit; `name` is the call. */
 ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t hidden,

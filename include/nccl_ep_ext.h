@@ -129,8 +129,11 @@ typedef struct {
 /* ncclEpUpdateHandleExt: ncclEpUpdateHandle, with options. config NULL: as ncclEpUpdateHandle.
  * A borrowed topk_idx changes no output. The update is part of the first ncclEpDispatch on the handle, and the routing
  * record (handle_mem) holds this routing once that has run. Another call that needs the routing, if it comes first,
- * launches the update before itself. Low latency borrows; high throughput takes the option and updates at once.
- * Options may differ from rank to rank. */
+ * launches the update before itself. Until then the counters of layout_info and the host counts of this routing are not
+ * there.
+ * In high throughput the update is an exchange between ranks, which then takes place inside that dispatch: borrow_topk_idx
+ * and the order of calls are the same on all ranks; layout_info's counters stay valid as long as topk_idx. Groups of several
+ * scale-up domains take the option and update at once. In low latency options may differ from rank to rank. */
 ncclResult_t ncclEpUpdateHandleExt(ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx,
                                    const ncclEpLayoutInfo_t *layout_info, const ncclEpUpdateExtConfig_t *config,
                                    cudaStream_t stream);
@@ -239,11 +242,13 @@ typedef struct {
   int backward;                 /* also compile the backward pass */
   unsigned int scale_bytes;     /* of a dispatched row's scales (NCCL_EP_DISP_QUANT_FWD), 0: without scales */
   unsigned int num_bias;        /* 1 or 2: combine with that many biases (ncclEpCombineExt), 0: without */
+  int borrow_topk_idx; /* 1: also compile the dispatch that makes the routing record itself (ncclEpUpdateHandleExt) */
 } ncclEpPrepareConfig_t;
 #define NCCL_EP_PREPARE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpPrepareConfig_t, NCCL_EP_MAGIC)
 /* ncclEpPrepare: compiles and loads every kernel that calls of this shape need, so that no later call compiles: update,
- * forward dispatch and combine, with `backward` those of the backward pass too. Low latency refuses `backward` and
- * `scale_bytes`. Not while capturing. Local. */
+ * forward dispatch and combine, with `backward` those of the backward pass too, with `borrow_topk_idx` the forward dispatch
+ * that follows a borrowing update (low latency's serves both). Low latency refuses `backward` and `scale_bytes`. Not while
+ * capturing. Local. */
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);
 
 /* ---- Emulated communicators ----------------------------------------------------------------------------------------

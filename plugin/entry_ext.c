@@ -1,4 +1,6 @@
 /* The functions of nccl_ep_ext.h, but for those of the emulated fabric. */
+#include <stddef.h>
+
 #include "fail.h"
 #include "runtime.h"
 #include "nccl_ep_ext.h"
@@ -107,6 +109,8 @@ ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config) {
   EP_CALL();
   ncclEpPrepareConfig_t c;
-  ncclResult_t r = TAKE("ncclEpPrepare", ncclEpPrepareConfig_t, config, &c);
+  /* num_bias and what follows came later. */
+  ncclResult_t r = epTakeStruct("ncclEpPrepare", "config", config, (unsigned)offsetof(ncclEpPrepareConfig_t, num_bias),
+                                4, &c, (unsigned)sizeof c);
   return r == ncclSuccess ? epPrepare(group, &c) : r;
 }

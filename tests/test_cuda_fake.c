@@ -35,6 +35,9 @@ static fakeLaunchedFn launched;
 static fakeHangFn hang;
 static fakeCallsFn calls;
 static int (*pushContext)(void *context), (*popContext)(void **context);
+static int (*streamCreate)(void **stream, unsigned flags), (*streamDestroy)(void *stream);
+static int (*beginCapture)(void *stream, int mode), (*endCapture)(void *stream, void **graph);
+static int (*graphDestroy)(void *graph);
 static int haveCompiler;
 
 static void bind(void *lib, const char *name, void *slot) {
@@ -345,38 +348,86 @@ static ncclEpTensor_t tensorOf(unsigned ndim, ncclDataType_t type, const size_t 
   return t;
 }
 
-static unsigned spent[3]; /* driver calls of the last layer's update, dispatch, combine */
+/* A rank alone, one layer: tensors and calls. */
+typedef struct {
+  size_t choices[2], rows[2], place[3], placeTopk[3];
+  ncclEpTensor_t idx, x, w, y, out, outW, outIdx;
+  ncclEpDispatchInputs_t in;
+  ncclEpDispatchOutputs_t result;
+  ncclEpCombineInputs_t back;
+  ncclEpCombineOutputs_t sums;
+  ncclEpHandle_t handle;
+  unsigned spent[3]; /* driver calls of update, dispatch, combine */
+} oneLayer;
 
-/* A rank alone, one layer: update, dispatch, combine. */
-static void oneLayer(ncclEpGroup_t g, ncclEpLayout_t layout) {
+static void layerInit(oneLayer *l, ncclEpGroup_t g, ncclEpLayout_t layout) {
   int ll = g->config.algorithm == NCCL_EP_ALGO_LOW_LATENCY, rankMajor = layout == NCCL_EP_LAYOUT_RANK_MAJOR;
-  const size_t choices[] = {TOKENS, TOPK}, rows[] = {TOKENS, HIDDEN}, flat[] = {TOKENS, HIDDEN},
-               flatTopk[] = {TOKENS, TOPK};
-  const size_t place[] = {rankMajor ? 1 : EXPERTS, TOKENS, HIDDEN}, placeTopk[] = {1, TOKENS, TOPK};
-  ncclEpTensor_t idx = tensorOf(2, ncclInt64, choices), x = tensorOf(2, ncclBfloat16, rows);
-  ncclEpTensor_t w = tensorOf(2, ncclFloat32, choices), y = tensorOf(2, ncclBfloat16, rows);
-  ncclEpTensor_t out = ll ? tensorOf(3, ncclBfloat16, place) : tensorOf(2, ncclBfloat16, flat);
-  ncclEpTensor_t outW = ll ? tensorOf(3, ncclFloat32, placeTopk) : tensorOf(2, ncclFloat32, flatTopk);
-  ncclEpTensor_t outIdx = ll ? tensorOf(3, ncclInt32, placeTopk) : tensorOf(2, ncclInt64, flatTopk);
-  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
-  ncclEpDispatchOutputs_t result = NCCL_EP_DISPATCH_OUTPUTS_INIT;
-  ncclEpCombineInputs_t back = NCCL_EP_COMBINE_INPUTS_INIT;
-  ncclEpCombineOutputs_t sums = NCCL_EP_COMBINE_OUTPUTS_INIT;
-  ncclEpHandle_t h = NULL;
-  in.tokens = &x, result.tokens = &out, back.tokens = &out, sums.tokens = &y;
-  if (!ll || rankMajor) in.topk_weights = &w, result.topk_weights = &outW, result.topk_idx = &outIdx;
-  if (ll && !rankMajor) sums.topk_weights = &w;
-  assert_int_equal(ncclEpInitHandle(&h, g, layout, NULL, TOPK, NULL), ncclSuccess);
-  spent[0] = calls();
-  assert_int_equal(ncclEpUpdateHandle(h, &idx, NULL, NULL), ncclSuccess);
-  spent[0] = calls() - spent[0];
-  spent[1] = calls();
-  assert_int_equal(ncclEpDispatch(h, &in, &result, NULL, NULL, NULL), ncclSuccess);
-  spent[1] = calls() - spent[1];
-  spent[2] = calls();
-  assert_int_equal(ncclEpCombine(h, &back, &sums, NULL, NULL), ncclSuccess);
-  spent[2] = calls() - spent[2];
-  assert_int_equal(ncclEpHandleDestroy(h), ncclSuccess);
+  *l = (oneLayer){.choices = {TOKENS, TOPK},
+                  .rows = {TOKENS, HIDDEN},
+                  .place = {rankMajor ? 1 : EXPERTS, TOKENS, HIDDEN},
+                  .placeTopk = {1, TOKENS, TOPK},
+                  .in = NCCL_EP_DISPATCH_INPUTS_INIT,
+                  .result = NCCL_EP_DISPATCH_OUTPUTS_INIT,
+                  .back = NCCL_EP_COMBINE_INPUTS_INIT,
+                  .sums = NCCL_EP_COMBINE_OUTPUTS_INIT};
+  l->idx = tensorOf(2, ncclInt64, l->choices), l->x = tensorOf(2, ncclBfloat16, l->rows);
+  l->w = tensorOf(2, ncclFloat32, l->choices), l->y = tensorOf(2, ncclBfloat16, l->rows);
+  l->out = ll ? tensorOf(3, ncclBfloat16, l->place) : tensorOf(2, ncclBfloat16, l->rows);
+  l->outW = ll ? tensorOf(3, ncclFloat32, l->placeTopk) : tensorOf(2, ncclFloat32, l->choices);
+  l->outIdx = ll ? tensorOf(3, ncclInt32, l->placeTopk) : tensorOf(2, ncclInt64, l->choices);
+  l->in.tokens = &l->x, l->result.tokens = &l->out, l->back.tokens = &l->out, l->sums.tokens = &l->y;
+  if (!ll || rankMajor)
+    l->in.topk_weights = &l->w, l->result.topk_weights = &l->outW, l->result.topk_idx = &l->outIdx;
+  if (ll && !rankMajor) l->sums.topk_weights = &l->w;
+  assert_int_equal(ncclEpInitHandle(&l->handle, g, layout, NULL, TOPK, NULL), ncclSuccess);
+}
+
+static ncclResult_t layerUpdate(oneLayer *l, int borrow, cudaStream_t stream) {
+  ncclEpUpdateExtConfig_t config = NCCL_EP_UPDATE_EXT_CONFIG_INIT;
+  config.borrow_topk_idx = borrow;
+  return ncclEpUpdateHandleExt(l->handle, &l->idx, NULL, &config, stream);
+}
+
+static ncclResult_t layerDispatch(oneLayer *l, cudaStream_t stream) {
+  return ncclEpDispatch(l->handle, &l->in, &l->result, NULL, NULL, stream);
+}
+
+static void layerRun(oneLayer *l, int borrow) {
+  unsigned start = calls();
+  assert_int_equal(layerUpdate(l, borrow, NULL), ncclSuccess);
+  l->spent[0] = calls() - start, start = calls();
+  assert_int_equal(layerDispatch(l, NULL), ncclSuccess);
+  l->spent[1] = calls() - start, start = calls();
+  assert_int_equal(ncclEpCombine(l->handle, &l->back, &l->sums, NULL, NULL), ncclSuccess);
+  l->spent[2] = calls() - start;
+}
+
+static ncclEpGroupConfig_t layerConfig(int ll) {
+  ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
+  config.algorithm = ll ? NCCL_EP_ALGO_LOW_LATENCY : NCCL_EP_ALGO_HIGH_THROUGHPUT;
+  config.num_experts = EXPERTS;
+  config.max_dispatch_tokens_per_rank = TOKENS;
+  config.max_recv_tokens_per_rank = ll ? NCCL_EP_AUTO : TOKENS;
+  config.max_token_bytes = 2 * HIDDEN;
+  config.num_topk = TOPK;
+  return config;
+}
+
+static ncclEpPrepareConfig_t layerPrepare(ncclEpLayout_t layout) {
+  ncclEpPrepareConfig_t prepare = NCCL_EP_PREPARE_CONFIG_INIT;
+  prepare.layout = layout;
+  prepare.hidden = HIDDEN;
+  prepare.top_k = TOPK;
+  prepare.dispatch_type = prepare.combine_type = ncclBfloat16;
+  prepare.index_type = ncclInt64;
+  return prepare;
+}
+
+static void layerOnce(ncclEpGroup_t g, ncclEpLayout_t layout) {
+  oneLayer l;
+  layerInit(&l, g, layout);
+  layerRun(&l, 0);
+  assert_int_equal(ncclEpHandleDestroy(l.handle), ncclSuccess);
 }
 
 /* What the first kernel makes the library expect is what the layer then asks for; compiling together loads each once; and
@@ -392,19 +443,14 @@ static void kernelsAhead(void **state) {
   mine = &comm;
   pthread_barrier_init(&theWorld.barrier, NULL, 1);
   for (int i = 0; i < 3; i++) {
-    ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
-    ncclEpPrepareConfig_t prepare = NCCL_EP_PREPARE_CONFIG_INIT;
+    ncclEpGroupConfig_t config = layerConfig(i > 0);
+    ncclEpPrepareConfig_t prepare = layerPrepare(layouts[i]);
     ncclEpGroup_t g = NULL;
+    oneLayer l;
     epWishes wishes;
     int before;
-    config.algorithm = i ? NCCL_EP_ALGO_LOW_LATENCY : NCCL_EP_ALGO_HIGH_THROUGHPUT;
-    config.num_experts = EXPERTS;
-    config.max_dispatch_tokens_per_rank = TOKENS;
-    config.max_recv_tokens_per_rank = i ? NCCL_EP_AUTO : TOKENS;
-    config.max_token_bytes = 2 * HIDDEN;
-    config.num_topk = TOPK;
     assert_int_equal(ncclEpCreateGroup(&g, (ncclComm_t)&comm, &config), ncclSuccess);
-    oneLayer(g, layouts[i]);
+    layerOnce(g, layouts[i]);
     assert_int_equal(g->kernelCount, 3);
     for (int k = 0; k < 2; k++) { /* from the update, and from the dispatch */
       epForesee(g, g->kernels[k].id, &g->kernels[k].config, &wishes);
@@ -424,19 +470,23 @@ static void kernelsAhead(void **state) {
     epCompileTogether(g, &wishes);
     assert_int_equal(live() - before, 3);
     assert_int_equal(thread(), 0);
-    prepare.layout = layouts[i];
-    prepare.hidden = HIDDEN;
-    prepare.top_k = TOPK;
-    prepare.dispatch_type = prepare.combine_type = ncclBfloat16;
-    prepare.index_type = ncclInt64;
     assert_int_equal(ncclEpPrepare(g, &prepare), ncclSuccess);
     assert_int_equal(g->kernelCount, 3);
     assert_int_equal(pushContext(((epCuda *)g->be)->context), 0); /* as frameworks have it */
-    oneLayer(g, layouts[i]);
+    layerInit(&l, g, layouts[i]);
+    layerRun(&l, 0);
     assert_int_equal(g->kernelCount, 3);
-    assert_int_equal(spent[0], i ? 2 : 4); /* which context, launch; high throughput also: is this a capture */
-    assert_int_equal(spent[1], 2);
-    assert_int_equal(spent[2], 2);
+    assert_int_equal(l.spent[0], i ? 2 : 4); /* which context, launch; high throughput also: is this a capture */
+    assert_int_equal(l.spent[1], 2);
+    assert_int_equal(l.spent[2], 2);
+    prepare.borrow_topk_idx = 1;
+    assert_int_equal(ncclEpPrepare(g, &prepare), ncclSuccess);
+    layerRun(&l, 1);
+    assert_int_equal(g->kernelCount, i ? 3 : 4);
+    assert_int_equal(l.spent[0], 0);
+    assert_int_equal(l.spent[1], i ? 2 : 4);
+    assert_int_equal(l.spent[2], 2);
+    assert_int_equal(ncclEpHandleDestroy(l.handle), ncclSuccess);
     assert_int_equal(popContext(&context), 0);
     assert_int_equal(ncclEpGroupDestroy(g), ncclSuccess);
     assert_int_equal(live(), 0);
@@ -444,11 +494,77 @@ static void kernelsAhead(void **state) {
   pthread_barrier_destroy(&theWorld.barrier);
 }
 
+/* A dispatch that makes the routing record itself, inside a capture: refused in one line until it is compiled, which leaves
+ * the update pending; then recorded. And the library expects what follows it. */
+static void borrowedInCapture(void **state) {
+  struct ncclComm comm = {0, 1, &theWorld};
+  ncclEpGroupConfig_t config = layerConfig(0);
+  ncclEpPrepareConfig_t prepare = layerPrepare(NCCL_EP_LAYOUT_EXPERT_MAJOR);
+  ncclEpGroup_t g = NULL;
+  epWishes wishes;
+  oneLayer l;
+  void *context = NULL, *stream = NULL, *graph = NULL;
+  unsigned word;
+  int version = 0, before;
+  (void)state;
+  ncclGetVersion(&version);
+  if (!haveCompiler || version >= 22900) skip();
+  mine = &comm;
+  pthread_barrier_init(&theWorld.barrier, NULL, 1);
+  assert_int_equal(ncclEpCreateGroup(&g, (ncclComm_t)&comm, &config), ncclSuccess);
+  assert_int_equal(pushContext(((epCuda *)g->be)->context), 0);
+  assert_int_equal(streamCreate(&stream, 1), 0);
+  layerInit(&l, g, NCCL_EP_LAYOUT_EXPERT_MAJOR);
+  l.result.topk_idx = NULL;
+  l.result.topk_weights->ndim = 1;
+  assert_int_equal(ncclEpPrepare(g, &prepare), ncclSuccess); /* all but that one */
+  assert_int_equal(beginCapture(stream, 1), 0);
+  assert_int_equal(layerUpdate(&l, 1, stream), ncclSuccess);
+  for (int i = 0; i < 2; i++) {
+    assert_int_equal(layerDispatch(&l, stream), ncclInvalidUsage);
+    assert_non_null(strstr(epLastError(), "ncclEpDispatch: the stream is being captured: its kernel is not compiled yet"));
+    assert_null(strchr(epLastError(), '\n'));
+    assert_int_equal(l.handle->pending.on, 1);
+  }
+  assert_int_equal(endCapture(stream, &graph), 0);
+  assert_int_equal(*(int *)graph, 0);
+  assert_int_equal(graphDestroy(graph), 0);
+  before = launched(&word);
+  assert_int_equal(layerDispatch(&l, stream), ncclSuccess);
+  assert_int_equal(launched(&word), before + 1);
+  assert_int_equal(l.handle->pending.on, 0);
+  assert_int_equal(l.handle->captured, 0);
+  assert_int_equal(g->updatesIssued, 1);
+  assert_int_equal(g->kernelCount, 4);
+  assert_int_equal(g->kernels[3].config.fused, 1);
+  epForesee(g, g->kernels[3].id, &g->kernels[3].config, &wishes);
+  assert_int_equal(wishes.count, 2);
+  assert_memory_equal(&wishes.wish[0].config, &g->kernels[3].config, sizeof(epConfig));
+  assert_int_equal(wishes.wish[1].id, EP_KERNEL_COMBINE);
+  assert_int_equal(wishes.wish[1].config.fused, 0);
+
+  assert_int_equal(beginCapture(stream, 1), 0);
+  assert_int_equal(layerUpdate(&l, 1, stream), ncclSuccess);
+  assert_int_equal(layerDispatch(&l, stream), ncclSuccess);
+  assert_int_equal(endCapture(stream, &graph), 0);
+  assert_int_equal(*(int *)graph, 1);
+  assert_int_equal(graphDestroy(graph), 0);
+  assert_int_equal(l.handle->captured, 1);
+  assert_int_equal(g->updatesIssued, 1);
+  assert_int_equal(ncclEpHandleDestroy(l.handle), ncclSuccess);
+  assert_int_equal(streamDestroy(stream), 0);
+  assert_int_equal(ncclEpGroupDestroy(g), ncclSuccess);
+  assert_int_equal(popContext(&context), 0);
+  assert_int_equal(live(), 0);
+  pthread_barrier_destroy(&theWorld.barrier);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(twoRanks),       cmocka_unit_test(noWindow),
                                      cmocka_unit_test(wrongWindow),    cmocka_unit_test(anyCallFails),
                                      cmocka_unit_test(refusals),       cmocka_unit_test(peersThatStayAway),
-                                     cmocka_unit_test(fewDriverCalls), cmocka_unit_test(kernelsAhead)};
+                                     cmocka_unit_test(fewDriverCalls), cmocka_unit_test(kernelsAhead),
+                                     cmocka_unit_test(borrowedInCapture)};
   epJit *jit;
   void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (lib) {
@@ -460,8 +576,14 @@ int main(void) {
     bind(lib, "fakeCalls", &calls);
     bind(lib, "cuCtxPushCurrent_v2", &pushContext);
     bind(lib, "cuCtxPopCurrent_v2", &popContext);
+    bind(lib, "cuStreamCreate", &streamCreate);
+    bind(lib, "cuStreamDestroy_v2", &streamDestroy);
+    bind(lib, "cuStreamBeginCapture_v2", &beginCapture);
+    bind(lib, "cuStreamEndCapture", &endCapture);
+    bind(lib, "cuGraphDestroy", &graphDestroy);
   }
-  if (!failCall || !live || !thread || !launched || !hang || !calls || !pushContext || !popContext) {
+  if (!failCall || !live || !thread || !launched || !hang || !calls || !pushContext || !popContext || !streamCreate ||
+      !streamDestroy || !beginCapture || !endCapture || !graphDestroy) {
     printf("skipped: the fake libcuda.so.1 is not first in LD_LIBRARY_PATH\n");
     return 77;
   }

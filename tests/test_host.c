@@ -260,6 +260,34 @@ static void launchesFitTheDevice(void **state) {
         }
 }
 
+/* A dispatch that makes the routing record itself: by a few of the blocks that receive, and only where a block has room for
+ * the histograms. */
+static void fusedWhereItFits(void **state) {
+  (void)state;
+  epTopology t = {.ranks = 8, .scaleUpRanks = 8, .scaleOutRanks = 1, .arch = 90, .numSms = 132, .smemPerBlock = 232448,
+                  .bulkCopies = 1};
+  epConfig c = {.ranks = 8, .experts = 256, .topk = 8, .rowBytes = 14336, .weights = 1, .fused = 1, .indexBytes = 4}, plain;
+  epGrid g, alone;
+  assert_int_equal(epPolicyMove("test", &t, 132, EP_KERNEL_DISPATCH, &c, &g), ncclSuccess);
+  assert_int_equal(c.fused, 1);
+  assert_int_equal(c.indexBytes, 4);
+  assert_true(g.smemBytes >= epUpdateSmem(&c) && g.smemBytes <= 232448);
+  assert_int_equal(epPolicyFusedBlocks(&t, &g, 0), 1);
+  assert_int_equal(epPolicyFusedBlocks(&t, &g, 1), 1);
+  assert_true(epPolicyFusedBlocks(&t, &g, 4096) > 1);
+  assert_true(epPolicyFusedBlocks(&t, &g, UINT32_MAX / 2) <= EP_MAX_UPDATE_BLOCKS);
+  g.blocks = g.pushBlocks + 3;
+  assert_int_equal(epPolicyFusedBlocks(&t, &g, 4096), 3);
+  /* Only update's histograms are larger than this block. */
+  c.ranks = t.ranks = t.scaleUpRanks = 1024, c.experts = 2048;
+  t.bulkCopies = 0, t.smemPerBlock = 40000;
+  plain = c, plain.fused = plain.indexBytes = 0;
+  assert_int_equal(epPolicyMove("test", &t, 132, EP_KERNEL_DISPATCH, &c, &g), ncclSuccess);
+  assert_int_equal(epPolicyMove("test", &t, 132, EP_KERNEL_DISPATCH, &plain, &alone), ncclSuccess);
+  assert_memory_equal(&c, &plain, sizeof c);
+  assert_memory_equal(&g, &alone, sizeof g);
+}
+
 static void callersLimitIsKept(void **state) {
   (void)state;
   epTopology t = {.numSms = 132};
@@ -477,6 +505,12 @@ static void structsAreRecognised(void **state) {
   expectError(ncclEpCreateGroup(&group, comm, &config), ncclInvalidArgument, "size");
   config = groupConfig(), config.magic = 1;
   expectError(ncclEpCreateGroup(&group, comm, &config), ncclInvalidArgument, "magic");
+  /* One that has grown: the first version's size still passes. */
+  ncclEpPrepareConfig_t prepare = NCCL_EP_PREPARE_CONFIG_INIT;
+  prepare.size = offsetof(ncclEpPrepareConfig_t, num_bias);
+  expectError(ncclEpPrepare(NULL, &prepare), ncclInvalidArgument, "ep_group");
+  prepare.size -= 4;
+  expectError(ncclEpPrepare(NULL, &prepare), ncclInvalidArgument, "size");
 }
 
 int main(void) {
@@ -491,6 +525,7 @@ int main(void) {
       cmocka_unit_test(limitsAreNamed),
       cmocka_unit_test(largestTopkKeepsPositionsInside),
       cmocka_unit_test(launchesFitTheDevice),
+      cmocka_unit_test(fusedWhereItFits),
       cmocka_unit_test(callersLimitIsKept),
       cmocka_unit_test(descriptorsAreChecked),
       cmocka_unit_test(heapDescriptors),

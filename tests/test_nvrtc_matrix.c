@@ -24,7 +24,8 @@ enum { ARCHS = sizeof(archs) / sizeof(archs[0]) };
 /* What a kernel is specialised by, without what the target decides. */
 typedef struct {
   int kernel;
-  uint32_t ranks, experts, topk, rowBytes, dtype, layout, weights, indexBytes;
+  uint32_t ranks, experts, topk, rowBytes, dtype, layout, weights;
+  uint32_t indexBytes; /* of an update; dispatch: it makes the routing record itself, 0: it does not */
   uint32_t extra; /* dispatch: bytes of scales; combine: biases */
 } matrixCase;
 
@@ -44,6 +45,10 @@ static const matrixCase cases[] = {
     {EP_KERNEL_DISPATCH, 2, 256, 8, 7168, EP_DTYPE_BYTES, FLAT, 1, 0, 224},
     {EP_KERNEL_DISPATCH, 2, 256, 8, 7168, EP_DTYPE_BYTES, MAJOR, 1, 0, 56},
     {EP_KERNEL_DISPATCH, 8, 256, 8, 128, EP_DTYPE_BYTES, MAJOR, 0, 0, 4},
+    {EP_KERNEL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, FLAT, 1, 8, 0},
+    {EP_KERNEL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, MAJOR, 1, 4, 0},
+    {EP_KERNEL_DISPATCH, 72, 576, 32, 49152, EP_DTYPE_BYTES, FLAT, 1, 4, 384},
+    {EP_KERNEL_DISPATCH, 2, 256, 8, 7168, EP_DTYPE_BYTES, MAJOR, 0, 8, 224},
     {EP_KERNEL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, FLAT, 0, 0, 0},
     {EP_KERNEL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, MAJOR, 0, 0, 0},
     {EP_KERNEL_COMBINE, 5, 40, 6, 5760, EP_DTYPE_BF16, MAJOR, 1, 0, 0},
@@ -60,7 +65,7 @@ static const matrixCase cases[] = {
     {EP_KERNEL_LL_COMBINE, 72, 576, 32, 28672, EP_DTYPE_F32, PLACES, 0, 0, 0},
 };
 enum { CASES = sizeof(cases) / sizeof(cases[0]) };
-_Static_assert(ARCHS *CASES <= 100, "the matrix is meant to stay small");
+_Static_assert(ARCHS *CASES <= 120, "the matrix is meant to stay small");
 
 typedef struct {
   ncclResult_t result;
@@ -89,6 +94,7 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   config->layout = c->layout;
   config->weights = c->weights;
   config->indexBytes = c->indexBytes;
+  config->fused = c->kernel == EP_KERNEL_DISPATCH && c->indexBytes;
   if (c->kernel == EP_KERNEL_COMBINE)
     config->bias = c->extra;
   else
@@ -143,7 +149,8 @@ static void matrix(void **state) {
       int fits = r->code.registers > 0 && (uint32_t)r->code.registers * r->config.threads <= 65536;
       int elf =
           r->code.bytes > 4 && memcmp(r->code.cubin, "\177ELF", 4) == 0 && hasName(&r->code, epJitEntryName(c->kernel));
-      int ok = elf && fits && r->code.spillBytes == 0;
+      int fused = c->kernel != EP_KERNEL_DISPATCH || r->config.fused == (c->indexBytes != 0);
+      int ok = elf && fits && fused && r->code.spillBytes == 0;
       printf("  %-20s sm_%-3d %4u %5u %3u %6u %5u %6u %3u %3u %6u %7u %5d %6d %6d %8zu %7.3f%s\n",
              epJitEntryName(c->kernel), archs[a], c->ranks, c->experts, c->topk, c->rowBytes, c->dtype, c->layout,
              c->weights, c->indexBytes, c->extra, r->config.threads, r->code.registers, r->code.spillBytes,

@@ -47,7 +47,7 @@ static const char doc[] = "Compile dispatch and combine kernels into a cache fol
                           "Example, DeepSeek-V3 on 8 and 16 Hopper GPUs:\n"
                           "  ep_precompile --arch 90 --ranks 8,16 --experts 256 --topk 8 --hidden 7168";
 
-enum { OPT_CACHE = 256, OPT_DISPATCH, OPT_COMBINE, OPT_LAYOUT, OPT_INDEX, OPT_BACKWARD, OPT_SCALES };
+enum { OPT_CACHE = 256, OPT_DISPATCH, OPT_COMBINE, OPT_LAYOUT, OPT_INDEX, OPT_BACKWARD, OPT_SCALES, OPT_BORROW };
 static const struct argp_option options[] = {
     {"arch", 'a', "LIST", 0, "targets, as 80, 90, 100, 120 (default 80,90,100,120)", 0},
     {"ranks", 'r', "LIST", 0, "ranks of the group (default 8)", 0},
@@ -64,6 +64,7 @@ static const struct argp_option options[] = {
      0},
     {"index", OPT_INDEX, "TYPE", 0, "of topk_idx: int64, int32 or both (default int64)", 0},
     {"backward", OPT_BACKWARD, NULL, 0, "also the kernels of the backward pass", 0},
+    {"borrow", OPT_BORROW, NULL, 0, "also the dispatch after an update that borrows topk_idx", 0},
     {"cache-dir", OPT_CACHE, "DIR", 0, "the folder (default: the one the library uses)", 0},
     {"jobs", 'j', "N", 0, "compile N at once (default: all cores, at most 8)", 0},
     {"quiet", 'q', NULL, 0, "only the summary", 0},
@@ -78,7 +79,7 @@ typedef struct {
   list archs, ranks, experts, topks, hiddens;
   ncclDataType_t dispatchType, combineType;
   unsigned scaleBytes;
-  int layout[LAYOUTS], index64, index32, backward, jobs, quiet;
+  int layout[LAYOUTS], index64, index32, backward, borrow, jobs, quiet;
   const char *cacheDir;
 } precompile;
 
@@ -175,6 +176,9 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
   case OPT_BACKWARD:
     p->backward = 1;
     return 0;
+  case OPT_BORROW:
+    p->borrow = 1;
+    return 0;
   case OPT_SCALES:
     parseList(state, "scale-bytes", arg, &scales);
     if (scales.count != 1) argp_error(state, "--scale-bytes: expected one number");
@@ -231,6 +235,7 @@ static int addConfig(const precompile *p, const struct ncclEpGroup *g, const lay
   c.index_type = index;
   c.scale_bytes = p->scaleBytes;
   c.backward = p->backward && !layout->ll; /* low latency has the forward pass only */
+  c.borrow_topk_idx = p->borrow;
   if (epPrepareWishes(g, &c, &wishes) != ncclSuccess) return 0;
   for (int i = 0; i < wishes.count; i++) {
     const epConfig *config = &wishes.wish[i].config;
