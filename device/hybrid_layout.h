@@ -39,6 +39,9 @@
 #define EP_TAIL_ROLL 53u      /* bits in which tails are compared: those of a generation and EP_TAIL_BITS */
 #define EP_GENERATION_ROLL 32u
 
+/* `version` of a record's header: a record of another division into domains must not be taken for this group's. */
+#define EP_HYBRID_VERSION(scaleUp) (EP_RECORD_VERSION | (uint32_t)(scaleUp) << 16)
+
 #define EP_META_PLACE(token, place) ((uint32_t)(token) | (uint32_t)(place) << EP_ENTRY_POS_BITS)
 #define EP_META_PLACE_OF(word) ((word) >> EP_ENTRY_POS_BITS)
 

@@ -303,6 +303,7 @@ template <class C> DEV void ep_hybrid_gather(const C c, const epHybridUpdateArgs
     p::stg<uint32_t>(recvBase + c.ranks, ep_lds(g.recvBase, c.ranks));
     ep_put_counter(u.recvTotal, u.recvTotalWide, 0, rows);
     ep_update_header(c, u);
+    p::stg<uint32_t>(&((epRecordHeader *)(u.record + rl.header))->version, EP_HYBRID_VERSION(c.scaleUp));
     if (u.budget && rows > u.budget)
       p::st_relaxed_sys(&u.group.error->overflowNeeded, rows);
   }

@@ -203,10 +203,11 @@ ncclResult_t epHandleDestroy(ncclEpHandle_t h) {
 /* Reads the header that another handle's update left in the caller's memory. */
 static ncclResult_t epHandleRecognise(const char *call, struct ncclEpHandle *h) {
   const struct ncclEpGroup *g = h->group;
+  uint32_t scaleUp = epIsHybrid(g) ? (uint32_t)g->topology.scaleUpRanks : 0;
   epRecordHeader head;
   ncclResult_t r = g->be->ops->copyToHost(g->be, &head, h->record, sizeof head);
   if (r != ncclSuccess) return r;
-  if (head.magic != EP_RECORD_MAGIC || head.version != EP_RECORD_VERSION || !head.generation)
+  if (head.magic != EP_RECORD_MAGIC || (head.version & 0xffff) != EP_RECORD_VERSION || !head.generation)
     return epFail(ncclInvalidUsage, "%s: handle_mem holds no routing record: call ncclEpUpdateHandle first", call);
   if (head.ranks != g->shape.ranks || head.experts != g->shape.experts || head.maxTokens != g->shape.maxTokens ||
       head.rank != (uint32_t)g->topology.rank || head.layout != epLayoutKind(g, h->layout))
@@ -215,6 +216,10 @@ static ncclResult_t epHandleRecognise(const char *call, struct ncclEpHandle *h) 
                   "layout kind %u): expected rank %d of %u, %u experts, %u tokens, layout kind %u",
                   call, head.rank, head.ranks, head.experts, head.maxTokens, head.layout, g->topology.rank,
                   g->shape.ranks, g->shape.experts, g->shape.maxTokens, epLayoutKind(g, h->layout));
+  if (head.version != EP_HYBRID_VERSION(scaleUp))
+    return epFail(ncclInvalidUsage,
+                  "%s: handle_mem holds the record of a group with scale-up domains of %u ranks: expected %u (0: one domain)",
+                  call, head.version >> 16, scaleUp);
   if (head.topk < 1 || head.topk > h->topkRoom || (h->topkFixed && head.topk != h->topkFixed))
     return epFail(ncclInvalidUsage, "%s: handle_mem holds a record with top-k %u: expected %s%u", call, head.topk,
                   h->topkFixed ? "" : "at most ", h->topkRoom);

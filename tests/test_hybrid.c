@@ -9,6 +9,7 @@
 #include <cmocka.h>
 
 #include "harness.h"
+#include "hybrid_layout.h"
 
 static const epCase base = {.ranks = 4,
                             .experts = 20,
@@ -54,6 +55,53 @@ static void propertiesTellWhatIsAsked(void **state) {
   (void)state;
   epTestWorld world = {.ranks = 4, .seed = 1};
   epWorldRun(&world, propertiesBody);
+}
+
+/* ---- Records of other groups -------------------------------------------------------------------------------------------- */
+
+/* A record like this group's in all but how its ranks are divided, here by a changed header. */
+static void recordBody(epTestRank *me) {
+  const epRound *round = me->arg;
+  ncclEpHandleConfig_t config = NCCL_EP_HANDLE_CONFIG_INIT;
+  ncclEpTensor_t memory;
+  epTestTensor record = {0};
+  epRun run = {0};
+  epRecordHeader head;
+  size_t bytes = 0;
+  epGroupMake(me, round->c);
+  if (!me->group) return;
+  EXPECT_OK(me, ncclEpHandleMemSize(me->group, base.layout, &config, &bytes, (int)base.topk));
+  epTensorMake(me, &record, ncclUint8, 1, bytes, 0, "record");
+  memory = record.t;
+  EXPECT_OK(me, ncclEpInitHandle(&run.handle, me->group, base.layout, &config, (int)base.topk, &memory));
+  epRunUpdate(me, &run, round);
+  EXPECT_OK(me, ncclEpEmuMemcpy(me->comm, &head, memory.data, sizeof(head), NULL));
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  EXPECT(me, head.version == EP_HYBRID_VERSION(2), "version 0x%x", head.version);
+  head.version = EP_RECORD_VERSION;
+  EXPECT_OK(me, ncclEpEmuMemcpy(me->comm, memory.data, &head, sizeof(head), NULL));
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  EXPECT_OK(me, ncclEpHandleDestroy(run.handle));
+  run.handle = NULL;
+  EXPECT_OK(me, ncclEpInitHandle(&run.handle, me->group, base.layout, &config, (int)base.topk, &memory));
+  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+  ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  in.tokens = &memory, out.tokens = &memory; /* never looked at */
+  EXPECT_ERROR(me, ncclEpDispatch(run.handle, &in, &out, NULL, NULL, NULL), ncclInvalidUsage,
+               "scale-up domains of 0|expected 2");
+  epRunFree(me, &run);
+  epTensorFree(me, &record);
+  epGroupFree(me);
+}
+
+static void recordsOfOtherDomainsAreRefused(void **state) {
+  epRound round;
+  uint64_t seed = 6;
+  (void)state;
+  epRoundMake(&round, &base, (uint32_t[]){8, 0, 3, 8}, epPickRandom, &seed);
+  epTestWorld world = {.ranks = 4, .seed = 2, .arg = &round};
+  epWorldRun(&world, recordBody);
+  epRoundFree(&round);
 }
 
 /* ---- Ranks that stay away ----------------------------------------------------------------------------------------------- */
@@ -125,6 +173,7 @@ static void aRankThatStaysAwayIsReported(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(propertiesTellWhatIsAsked),
+      cmocka_unit_test(recordsOfOtherDomainsAreRefused),
       cmocka_unit_test(aRankThatStaysAwayIsReported),
   };
   if (setenv("EP_TEST_DOMAINS", "2", 1)) return 1;
