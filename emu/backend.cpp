@@ -150,15 +150,17 @@ static ncclResult_t windowDestroy(epBackend *be, epWindow *window) {
   return fail(ncclInvalidArgument, "windowDestroy: not a window of this group");
 }
 
-static ncclResult_t windowAddress(epBackend *be, ncclWindow_t win, uint64_t offset, void **dev) {
+static ncclResult_t windowAddress(epBackend *be, ncclWindow_t win, uint64_t offset, uint64_t size, void **dev,
+                                  void **shared) {
   Call c(be, "windowAddress");
   for (auto &w : c.rank().windows)
     if (reinterpret_cast<ncclWindow_t>(w.get()) == win) {
       size_t bytes = w->bytes[size_t(c.b->rank)];
-      if (offset >= bytes)
-        return fail(ncclInvalidArgument, "window offset %llu is outside its %zu bytes",
-                    static_cast<unsigned long long>(offset), bytes);
+      if (offset >= bytes || size > bytes - offset)
+        return fail(ncclInvalidArgument, "win_offset %llu: %llu bytes from there are not inside the window's %zu",
+                    static_cast<unsigned long long>(offset), static_cast<unsigned long long>(size), bytes);
       *dev = w->base[size_t(c.b->rank)] + offset;
+      if (shared) *shared = *dev; // one address space for all ranks
       return c.rc;
     }
   return fail(ncclInvalidArgument, "win_hdl is not a window registered with this emulated communicator");

@@ -37,8 +37,9 @@ static ncclResult_t noWindowDestroy(epBackend *be, epWindow *window) {
   (void)be, (void)window;
   EP_UNSUPPORTED("symmetric windows");
 }
-static ncclResult_t noWindowAddress(epBackend *be, ncclWindow_t win, uint64_t offset, void **dev) {
-  (void)be, (void)win, (void)offset, (void)dev;
+static ncclResult_t noWindowAddress(epBackend *be, ncclWindow_t win, uint64_t offset, uint64_t bytes, void **dev,
+                                    void **shared) {
+  (void)be, (void)win, (void)offset, (void)bytes, (void)dev, (void)shared;
   EP_UNSUPPORTED("a window-backed tensor");
 }
 static ncclResult_t noKernel(epBackend *be, int id, const epConfig *config, epKernel **out) {

@@ -52,8 +52,12 @@ typedef struct epBackendOps {
    * domain are non-NULL. */
   ncclResult_t (*windowCreate)(epBackend *be, size_t bytes, epWindow **out, void **peers);
   ncclResult_t (*windowDestroy)(epBackend *be, epWindow *window);
-  /* Resolves (win_hdl, win_offset) of a window-backed tensor to this rank's local device address. */
-  ncclResult_t (*windowAddress)(epBackend *be, ncclWindow_t win, uint64_t offset, void **dev);
+  /* Resolves (win_hdl, win_offset) of a window-backed tensor of `bytes` to this rank's local device address.
+   * `shared`: NULL, or receives where the tensor lies beside the windows of windowCreate: as far from peers[own] as it
+   * lies from peers[r] of any rank r's kernels that want to reach rank own's tensor, whichever window it is in. A window
+   * that the tensor overruns is refused where the backend knows its size. Possible while streams are captured. */
+  ncclResult_t (*windowAddress)(epBackend *be, ncclWindow_t win, uint64_t offset, uint64_t bytes, void **dev,
+                                void **shared);
   /* Compiles (or finds) and loads one kernel. Never called while capturing. */
   ncclResult_t (*kernel)(epBackend *be, int kernelId, const epConfig *config, epKernel **out);
   ncclResult_t (*launch)(epBackend *be, epKernel *kernel, const epLaunch *launch, cudaStream_t stream);

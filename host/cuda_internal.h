@@ -49,7 +49,8 @@ ncclResult_t epCudaAllGather(epBackend *base, const void *mine, void *all, size_
 
 ncclResult_t epCudaWindowCreate(epBackend *base, size_t bytes, epWindow **out, void **peers);
 ncclResult_t epCudaWindowDestroy(epBackend *base, epWindow *window);
-ncclResult_t epCudaWindowAddress(epBackend *base, ncclWindow_t win, uint64_t offset, void **dev);
+ncclResult_t epCudaWindowAddress(epBackend *base, ncclWindow_t win, uint64_t offset, uint64_t bytes, void **dev,
+                                 void **shared);
 
 ncclResult_t epCudaIsDeviceAddress(epBackend *base, const void *dev, int *yes);
 

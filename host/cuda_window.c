@@ -49,10 +49,11 @@ static ncclResult_t addressAt(epCuda *be, ncclWindow_t window, size_t offset, in
   return ncclSuccess;
 }
 
-ncclResult_t epCudaWindowAddress(epBackend *base, ncclWindow_t win, uint64_t offset, void **dev) {
+ncclResult_t epCudaWindowAddress(epBackend *base, ncclWindow_t win, uint64_t offset, uint64_t bytes, void **dev,
+                                 void **shared) {
   epCuda *be = (epCuda *)base;
   epCudaScope scope;
-  void *address = NULL;
+  void *address = NULL, *alias = NULL, *last;
   ncclResult_t r = epCudaEnter(be, &scope);
   if (r != ncclSuccess) return r;
   if (be->nccl->winGetUserPtr) {
@@ -60,12 +61,19 @@ ncclResult_t epCudaWindowAddress(epBackend *base, ncclWindow_t win, uint64_t off
     r = epCudaNccl(be, be->nccl->winGetUserPtr(be->comm, win, &address), "address of a tensor's window");
     if (r == ncclSuccess && !address)
       r = epFail(ncclInvalidArgument, "win_hdl %p: NCCL knows no address for it", (void *)win);
-    if (r == ncclSuccess) *dev = (char *)address + offset;
+    address = (char *)address + offset;
+    if (r == ncclSuccess && shared) r = addressAt(be, win, offset, be->lsa.rank, &alias);
+    /* NCCL refuses what is outside of the window. */
+    if (r == ncclSuccess && shared && bytes) r = addressAt(be, win, offset + bytes - 1, be->lsa.rank, &last);
   } else {
-    r = addressAt(be, win, offset, be->lsa.rank, dev);
+    r = addressAt(be, win, offset, be->lsa.rank, &address);
+    alias = address;
   }
   epCudaLeave(be, &scope);
-  return r;
+  if (r != ncclSuccess) return r;
+  *dev = address;
+  if (shared) *shared = alias;
+  return ncclSuccess;
 }
 
 /* Every rank tells whether it is well, and all learn of the first that is not: nobody is left alone in a collective. */

@@ -79,6 +79,7 @@ static ncclResult_t epGroupRelease(struct ncclEpGroup *g) {
     first = first == ncclSuccess ? r : first;
   }
   free(g->kernels);
+  free(g->windows);
   ops->destroy(g->be);
   pthread_mutex_destroy(&g->lock);
   free(g);
@@ -100,7 +101,7 @@ static ncclResult_t epGroupAgree(struct ncclEpGroup *g, ncclResult_t status) {
 }
 
 static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
-  void **peers = calloc(g->shape.ranks, sizeof *peers);
+  void **peers = g->windows = calloc(g->shape.ranks, sizeof *peers);
   ncclResult_t r;
   if (!peers) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
   r = g->be->ops->windowCreate(g->be, g->windowLayout.bytes, &g->window, peers);
@@ -110,7 +111,6 @@ static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
                  g->topology.rank);
   if (r == ncclSuccess) r = g->be->ops->copyToDevice(g->be, g->windowTable, peers, g->shape.ranks * sizeof *peers);
   if (r == ncclSuccess && epIsHybrid(g)) r = epHybridOpen(g);
-  free(peers);
   return r;
 }
 

@@ -48,7 +48,8 @@ struct ncclEpGroup {
   uint32_t budget;      /* rows of an output; 0: eager */
 
   epWindow *window;
-  void *windowTable;     /* device: R window addresses */
+  void **windows;        /* R window addresses, as kernels of this rank see them */
+  void *windowTable;     /* device: the same */
   void *scratch;         /* device */
   epGroupShared *shared; /* host address */
   uint8_t *sharedDev;    /* its device address */

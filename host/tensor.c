@@ -67,7 +67,16 @@ ncclResult_t epTensorAbsent(epArgName name, const ncclEpTensor_t *t, const char 
   return epFail(ncclInvalidArgument, "%s: %s is given: expected NULL (%s)", name.call, name.tensor, why);
 }
 
-ncclResult_t epTensorAddress(epArgName name, epBackend *be, const ncclEpTensor_t *t, uint32_t align, void **dev) {
+/* Of the whole tensor; the largest number where there is none. */
+static uint64_t epTensorBytes(const ncclEpTensor_t *t) {
+  uint64_t bytes = epTypeBytes(t->datatype);
+  for (unsigned i = 0; i < t->ndim; i++)
+    if (__builtin_mul_overflow(bytes, (uint64_t)t->sizes[i], &bytes)) return UINT64_MAX;
+  return bytes;
+}
+
+static ncclResult_t epTensorResolve(epArgName name, epBackend *be, const ncclEpTensor_t *t, uint32_t align, void **dev,
+                                    void **shared) {
   ncclResult_t r;
   void *address = t->data;
   int yes = 1, empty = 0;
@@ -76,7 +85,7 @@ ncclResult_t epTensorAddress(epArgName name, epBackend *be, const ncclEpTensor_t
   if (empty) return ncclSuccess;
   if (!address && t->win_hdl) {
     epCallArgument(name.tensor);
-    r = be->ops->windowAddress(be, t->win_hdl, t->win_offset, &address);
+    r = be->ops->windowAddress(be, t->win_hdl, t->win_offset, epTensorBytes(t), &address, shared);
     epCallArgument(NULL);
     if (r != ncclSuccess) return r;
   }
@@ -93,6 +102,16 @@ ncclResult_t epTensorAddress(epArgName name, epBackend *be, const ncclEpTensor_t
                   name.call, name.tensor, address);
   *dev = address;
   return ncclSuccess;
+}
+
+ncclResult_t epTensorAddress(epArgName name, epBackend *be, const ncclEpTensor_t *t, uint32_t align, void **dev) {
+  return epTensorResolve(name, be, t, align, dev, NULL);
+}
+
+ncclResult_t epTensorShared(epArgName name, epBackend *be, const ncclEpTensor_t *t, uint32_t align, void **dev,
+                            void **shared) {
+  *shared = NULL;
+  return epTensorResolve(name, be, t, align, dev, shared);
 }
 
 /* A descriptor from the heap and its own copy of the extents: the caller may replace `sizes` for a while. */

@@ -31,6 +31,10 @@ ncclResult_t epTensorAbsent(epArgName name, const ncclEpTensor_t *t, const char 
 /* Resolves the local device address: `data`, or the window's. NULL without error when there are no elements. Checks the
  * alignment and that the device can address it. Not pure: asks the backend. */
 ncclResult_t epTensorAddress(epArgName name, epBackend *be, const ncclEpTensor_t *t, uint32_t align, void **dev);
+/* The same, and for a window-backed tensor also where peers find it (epBackendOps.windowAddress); *shared is NULL for one
+ * that is not, or has no elements. */
+ncclResult_t epTensorShared(epArgName name, epBackend *be, const ncclEpTensor_t *t, uint32_t align, void **dev,
+                            void **shared);
 
 ncclResult_t epTensorAlloc(ncclEpTensor_t **tensor, unsigned ndim, ncclDataType_t type, const size_t *sizes);
 ncclResult_t epTensorDestroy(ncclEpTensor_t *tensor);

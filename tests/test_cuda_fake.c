@@ -67,6 +67,37 @@ static epConfig someConfig(void) {
   return config;
 }
 
+/* A second window over the memory of the library's own: what a rank says of its place in it leads a peer to the same
+ * bytes, though the peer never sees the handle. */
+static void *userWindow(epBackend *be, void **peers) {
+  ncclWindow_t user = NULL, other = NULL;
+  void *dev = NULL, *shared = NULL;
+  unsigned char *own = peers[mine->rank];
+  int64_t distance, all[RANKS];
+  CHECK(fakeWindowOpen(mine, own, 5000, &other) == 0 && fakeWindowOpen(mine, own, 5000, &user) == 0);
+  distance = 64 + 64 * mine->rank;
+  CHECK(be->ops->windowAddress(be, mine->rank ? user : other, (uint64_t)distance, 128, &dev, &shared) == ncclSuccess);
+  distance = (char *)shared - (char *)own;
+  CHECK(be->ops->allGather(be, &distance, all, sizeof(distance)) == ncclSuccess);
+  for (int r = 0; r < mine->ranks; r++) {
+    unsigned char *there = (unsigned char *)peers[r] + all[r];
+    there[mine->rank] = (unsigned char)(100 + mine->rank);
+  }
+  CHECK(be->ops->allGather(be, &distance, all, sizeof(distance)) == ncclSuccess);
+  for (int r = 0; r < mine->ranks; r++) {
+    CHECK(((unsigned char *)dev)[r] == 100 + r);
+    CHECK(own[64 + 64 * mine->rank + r] == 100 + r);
+  }
+  /* without `shared` nothing more is asked of NCCL */
+  CHECK(be->ops->windowAddress(be, user, 8, 16, &shared, NULL) == ncclSuccess && shared);
+#ifdef EP_FAKE_NCCL_229
+  CHECK(be->ops->windowAddress(be, user, 4992, 8, &dev, &shared) == ncclSuccess);
+  CHECK(be->ops->windowAddress(be, user, 4992, 16, &dev, &shared) != ncclSuccess); /* beyond its end */
+#endif
+  CHECK(fakeWindowClose(mine, user) == 0 && fakeWindowClose(mine, other) == 0);
+  return NULL;
+}
+
 /* Everything a group does with its backend, in order. NULL: all well. */
 static void *life(void *arg) {
   mine = arg;
@@ -90,6 +121,7 @@ static void *life(void *arg) {
   CHECK(be->ops->allGather(be, &word, words, sizeof(word)) == ncclSuccess);
   for (int r = 0; r < mine->ranks; r++) CHECK(((unsigned char *)peers[mine->rank])[100 + r] == 1 + r);
 
+  if (mine->ranks > 1) CHECK(userWindow(be, peers) == NULL);
   CHECK(be->ops->alloc(be, &dev, 1000) == ncclSuccess && dev);
   CHECK(be->ops->memset(be, dev, 7, 1000, NULL) == ncclSuccess);
   CHECK(be->ops->copyToDevice(be, dev, "abc", 4) == ncclSuccess);

@@ -24,6 +24,7 @@ enum {
   OPT_SCALES,
   OPT_SCALE_LAYOUT,
   OPT_NO_ZERO_PAD,
+  OPT_WINDOW_OUT,
   OPT_TOKENS,
   OPT_HIDDEN,
   OPT_TOPK,
@@ -76,6 +77,8 @@ static const struct argp_option optionTable[] = {
      "dispatched beside each row: 4 bytes or 1 byte for every 128 elements (default: fp32 for fp8, else none)", 0},
     {"scale-layout", OPT_SCALE_LAYOUT, "row|column", 0, "of dispatch's output of scales (default: row)", 0},
     {"no-zero-pad", OPT_NO_ZERO_PAD, 0, 0, "expert-major: leave padding rows as they are", 0},
+    {"window-out", OPT_WINDOW_OUT, 0, 0,
+     "dispatch's output tokens lie in a registered window, where peers may store rows in place", 0},
     {"tokens", OPT_TOKENS, "LIST", 0,
      "tokens a rank: one value, or one per rank separated by commas; LOW-HIGH draws anew for each routing (default: "
      "4096; "
@@ -229,6 +232,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     break;
   case OPT_NO_ZERO_PAD:
     o->noZeroPad = 1;
+    break;
+  case OPT_WINDOW_OUT:
+    o->windowOut = 1;
     break;
   case OPT_TOKENS:
     o->tokensText = text;

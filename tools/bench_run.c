@@ -29,6 +29,7 @@ static void configureLayer(epBench *bench) {
                        .scales = (epScales)o->scales,
                        .scaleColumns = o->scaleColumns,
                        .noZeroPad = o->noZeroPad,
+                       .windowOut = o->windowOut,
                        .layout = o->layout,
                        .hidden = o->hidden,
                        .experts = o->experts,
@@ -396,12 +397,12 @@ static int timeLimits(epBench *bench, epLayer *layer) {
   void **peers = calloc((size_t)port->ranks, sizeof(*peers));
   int rc = -1;
   if (!peers) return epToolFail("out of host memory");
-  if (epPortMapPeers(port, layer->outTokens.base, peers)) goto done;
+  if (epPortMapPeers(port, layer->expertOut.base, peers)) goto done;
   if (port->ranks > 1) {
     unsigned char *next = peers[(port->rank + 1) % port->ranks];
     double bytes = t.bus < room ? t.bus : room;
-    if (timeCopy(bench, layer, "limit-copy-engine", next + (layer->outTokens.data - layer->outTokens.base),
-                 layer->expertOut.data, bytes, 1))
+    if (timeCopy(bench, layer, "limit-copy-engine", next + (layer->expertOut.data - layer->expertOut.base),
+                 layer->outTokens.data, bytes, 1))
       goto done;
   }
   rc = timeCopy(bench, layer, "limit-local-copy", layer->outTokens.data, layer->expertOut.data,

@@ -39,6 +39,7 @@ static void openDriver(void) {
 }
 
 static void openNccl(void) {
+  char missing[64];
   const char *path = getenv("NCCL_EP_NCCL");
   void *library = dlopen(path && *path ? path : "libnccl.so.2", RTLD_NOW | RTLD_GLOBAL);
   if (!library) {
@@ -59,6 +60,10 @@ static void openNccl(void) {
       bind(library, "ncclSend", &nccl.send, ncclReason, sizeof(ncclReason)) ||
       bind(library, "ncclRecv", &nccl.receive, ncclReason, sizeof(ncclReason)))
     return;
+  bind(library, "ncclMemAlloc", &nccl.memAlloc, missing, sizeof(missing));
+  bind(library, "ncclMemFree", &nccl.memFree, missing, sizeof(missing));
+  bind(library, "ncclCommWindowRegister", &nccl.windowRegister, missing, sizeof(missing));
+  bind(library, "ncclCommWindowDeregister", &nccl.windowDeregister, missing, sizeof(missing));
 }
 
 const epDriver *epDriverOpen(const char **reason) {

@@ -27,7 +27,8 @@ typedef struct epNcclId {
 #define EP_CU_IPC_LAZY_PEER 1u
 #define EP_CU_CAPTURE_THREAD_LOCAL 1
 #define EP_CU_ATTR_SMS 16
-#define EP_NCCL_BYTES 1 /* ncclUint8 */
+#define EP_NCCL_BYTES 1     /* ncclUint8 */
+#define EP_NCCL_SYMMETRIC 1 /* NCCL_WIN_COLL_SYMMETRIC */
 #define EP_CU_ATTR_MAJOR 75
 #define EP_CU_ATTR_MINOR 76
 
@@ -94,6 +95,11 @@ typedef struct epNccl {
   int (*groupEnd)(void);
   int (*send)(const void *from, size_t count, int type, int peer, void *comm, void *stream);
   int (*receive)(void *to, size_t count, int type, int peer, void *comm, void *stream);
+  /* since NCCL 2.27; NULL before */
+  int (*memAlloc)(void **pointer, size_t bytes);
+  int (*memFree)(void *pointer);
+  int (*windowRegister)(void *comm, void *pointer, size_t bytes, void **window, int flags);
+  int (*windowDeregister)(void *comm, void *window);
 } epNccl;
 
 /* The driver with cuInit done, or NULL and why not. Opened once, never closed. */

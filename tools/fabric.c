@@ -442,6 +442,48 @@ void epPortFree(epPort *port, void *device) {
     ncclEpEmuFree(port->comm, device);
 }
 
+static int toldNccl(epPort *port, int rc, const char *what) {
+  if (!rc) return 0;
+  return epToolFail("rank %d: %s: error %d: %s", port->rank, what, rc, port->fabric->nccl->getErrorString(rc));
+}
+
+int epPortAllocWindow(epPort *port, void **device, size_t bytes, const char *name, ncclWindow_t *window) {
+  const epNccl *nccl = port->fabric->nccl;
+  void *memory = NULL, *registered = NULL;
+  int rc;
+  if (!port->cuda) {
+    if (epPortAlloc(port, device, bytes, name)) return -1;
+    return toldEp(port, ncclEpEmuWindowRegister(port->comm, *device, bytes, window), "ncclEpEmuWindowRegister");
+  }
+  if (!nccl->memAlloc || !nccl->memFree || !nccl->windowRegister || !nccl->windowDeregister)
+    return epToolFail("rank %d: %s: this NCCL has no windows: 2.27 or newer is needed", port->rank, name);
+  if (toldNccl(port, nccl->memAlloc(&memory, bytes), "ncclMemAlloc")) return -1;
+  rc = toldNccl(port, nccl->windowRegister(port->comm, memory, bytes, &registered, EP_NCCL_SYMMETRIC),
+                "ncclCommWindowRegister");
+  if (!rc && !registered)
+    rc = epToolFail("rank %d: %s: NCCL has no symmetric memory on this communicator", port->rank, name);
+  if (rc) {
+    nccl->memFree(memory);
+    return -1;
+  }
+  *device = memory;
+  *window = (ncclWindow_t)registered;
+  return 0;
+}
+
+int epPortFreeWindow(epPort *port, void *device, ncclWindow_t window) {
+  const epNccl *nccl = port->fabric->nccl;
+  int rc = 0;
+  if (!port->cuda) {
+    if (window) rc = toldEp(port, ncclEpEmuWindowDeregister(port->comm, window), "ncclEpEmuWindowDeregister");
+    epPortFree(port, device);
+    return rc;
+  }
+  if (window) rc = toldNccl(port, nccl->windowDeregister(port->comm, window), "ncclCommWindowDeregister");
+  if (device) rc |= toldNccl(port, nccl->memFree(device), "ncclMemFree");
+  return rc ? -1 : 0;
+}
+
 int epPortCopyAsync(epPort *port, void *to, const void *from, size_t bytes) {
   if (!bytes) return 0;
   if (!port->cuda) return toldEp(port, ncclEpEmuMemcpy(port->comm, to, from, bytes, port->stream), "copy");

@@ -60,6 +60,9 @@ int epFabricRun(epFabric *fabric, int (*body)(epPort *port, void *context), void
 
 int epPortAlloc(epPort *port, void **device, size_t bytes, const char *name);
 void epPortFree(epPort *port, void *device);
+/* Memory that peers may store into: registered as a window of the communicator. Collective, with the same bytes. */
+int epPortAllocWindow(epPort *port, void **device, size_t bytes, const char *name, ncclWindow_t *window);
+int epPortFreeWindow(epPort *port, void *device, ncclWindow_t window);
 /* Both end when the work is done. Either side of a copy may be host memory. */
 int epPortCopy(epPort *port, void *to, const void *from, size_t bytes);
 int epPortFill(epPort *port, void *device, int value, size_t bytes);

@@ -9,6 +9,7 @@
 
 #define GUARD_BYTES 4096u
 #define GUARD_BYTE 0x5A
+#define WINDOW_SHIFT 256u
 
 static int told(const epLayer *layer, ncclResult_t rc, const char *what) {
   if (rc == ncclSuccess) return 0;
@@ -68,6 +69,17 @@ static int allocate(epLayer *layer, epBuffer *buffer, size_t bytes, const char *
   void *base = NULL;
   if (epPortAlloc(layer->port, &base, bytes + 2 * GUARD_BYTES, name)) return -1;
   *buffer = (epBuffer){.base = base, .data = (unsigned char *)base + GUARD_BYTES, .bytes = bytes, .name = name};
+  return guard(layer, buffer);
+}
+
+/* The same inside a window, at another place on every rank. */
+static int allocateWindow(epLayer *layer, epBuffer *buffer, size_t bytes, const char *name) {
+  size_t shift = WINDOW_SHIFT, ranks = (size_t)layer->port->ranks;
+  if (epPortAllocWindow(layer->port, &layer->outMemory, bytes + 2 * GUARD_BYTES + ranks * shift, name,
+                        &layer->outWindow))
+    return -1;
+  buffer->base = (unsigned char *)layer->outMemory + (size_t)layer->port->rank * shift;
+  *buffer = (epBuffer){.base = buffer->base, .data = buffer->base + GUARD_BYTES, .bytes = bytes, .name = name};
   return guard(layer, buffer);
 }
 
@@ -167,7 +179,8 @@ static int createBuffers(epLayer *layer) {
     if (allocate(layer, &layer->idx[i], tokens * c->topk * (c->index32 ? 4 : 8), "topk_idx")) return -1;
   if (allocate(layer, &layer->inTokens, tokens * row, "dispatch input tokens") ||
       allocate(layer, &layer->inWeights, tokens * c->topk * 4, "dispatch input topk_weights") ||
-      allocate(layer, &layer->outTokens, c->capacity * row, "dispatch output tokens") ||
+      (c->windowOut ? allocateWindow : allocate)(layer, &layer->outTokens, c->capacity * row,
+                                                 "dispatch output tokens") ||
       (perRow && allocate(layer, &layer->outWeights, c->capacity * perRow * 4, "dispatch output topk_weights")) ||
       allocate(layer, &layer->sources, (unsigned)layer->port->ranks * counter, "src_rank_counters") ||
       allocate(layer, &layer->counters, locals * counter, "expert_counters") ||
@@ -211,6 +224,10 @@ int epLayerClose(epLayer *layer) {
     for (unsigned i = 0; i < EP_LAYER_ROUTINGS; i++) epPortGraphFree(layer->port, layer->graphs[p][i]);
   if (layer->handle) rc |= told(layer, ncclEpHandleDestroy(layer->handle), "ncclEpHandleDestroy");
   if (layer->group) rc |= told(layer, ncclEpGroupDestroy(layer->group), "ncclEpGroupDestroy");
+  if (layer->config.windowOut) {
+    rc |= epPortFreeWindow(layer->port, layer->outMemory, layer->outWindow);
+    layer->outTokens.base = NULL;
+  }
   for (size_t i = 0; i < sizeof(single) / sizeof(epBuffer *); i++) epPortFree(layer->port, single[i]->base);
   for (unsigned i = 0; i < EP_LAYER_ROUTINGS; i++) epPortFree(layer->port, layer->idx[i].base);
   free(layer);
@@ -250,6 +267,15 @@ static ncclEpTensor_t tensorOf(const epBuffer *buffer, ncclDataType_t type, unsi
   tensor.datatype = type;
   tensor.data = rows ? buffer->data : NULL;
   tensor.sizes = sizes;
+  return tensor;
+}
+
+/* Tokens of dispatch's output: a window-backed tensor names its window instead of an address. */
+static ncclEpTensor_t inWindow(const epLayer *layer, ncclEpTensor_t tensor) {
+  if (!layer->outWindow) return tensor;
+  tensor.data = NULL;
+  tensor.win_hdl = layer->outWindow;
+  tensor.win_offset = (uint64_t)(layer->outTokens.data - (unsigned char *)layer->outMemory);
   return tensor;
 }
 
@@ -293,7 +319,7 @@ static int llDispatch(epLayer *layer) {
   ncclDataType_t integer = c->index32 ? ncclInt32 : ncclInt64;
   ncclEpTensor_t in = tensorOf(&layer->inTokens, epLayerType(c->type), 2, sizes[0], tokens, c->hidden);
   ncclEpTensor_t inWeights = tensorOf(&layer->inWeights, ncclFloat32, 2, sizes[1], tokens, c->topk);
-  ncclEpTensor_t out = placesOf(layer, &layer->outTokens, epLayerType(c->type), sizes[2], c->hidden);
+  ncclEpTensor_t out = inWindow(layer, placesOf(layer, &layer->outTokens, epLayerType(c->type), sizes[2], c->hidden));
   ncclEpTensor_t outWeights = placesOf(layer, &layer->outWeights, ncclFloat32, sizes[3], c->topk);
   ncclEpTensor_t outIdx = placesOf(layer, &layer->outIdx, ncclInt32, sizes[4], c->topk);
   ncclEpTensor_t counters = tensorOf(&layer->counters, integer, 1, sizes[5], c->experts / ranks, 1);
@@ -374,7 +400,7 @@ int epLayerDispatch(epLayer *layer, int backward) {
   ncclDataType_t scaleType = c->scales == EP_SCALES_FP32 ? ncclFloat32 : ncclUint8;
   ncclEpTensor_t in = tensorOf(&layer->inTokens, epLayerType(c->type), 2, sizes[0], tokens, c->hidden);
   ncclEpTensor_t inWeights = tensorOf(&layer->inWeights, ncclFloat32, 2, sizes[1], tokens, c->topk);
-  ncclEpTensor_t out = tensorOf(&layer->outTokens, epLayerType(c->type), 2, sizes[2], rows, c->hidden);
+  ncclEpTensor_t out = inWindow(layer, tensorOf(&layer->outTokens, epLayerType(c->type), 2, sizes[2], rows, c->hidden));
   ncclEpTensor_t outWeights = weightsOf(layer, &layer->outWeights, sizes[3]);
   ncclEpTensor_t outIdx = tensorOf(&layer->outIdx, ncclInt64, 2, sizes[4], rows, c->topk);
   ncclEpTensor_t inScales = tensorOf(&layer->inScales, scaleType, 2, sizes[5], tokens, scales);

@@ -29,6 +29,7 @@ typedef struct epLayerConfig {
   int fused;         /* updates borrow topk_idx, so that dispatch can do their work */
   int backward;      /* also the buffers of the backward pass */
   int graph;         /* epLayerRun replays graphs */
+  int windowOut;     /* dispatch's output tokens are window-backed */
   unsigned routings; /* index buffers */
   unsigned sms, timeoutMs;
 } epLayerConfig;
@@ -49,6 +50,8 @@ typedef struct epLayer {
   uint64_t eagerRows;                 /* rows of the outputs in eager mode; set after the update */
   epBuffer idx[EP_LAYER_ROUTINGS], inTokens, inWeights, inScales;
   epBuffer outTokens, outWeights, outIdx, outScales;
+  void *outMemory; /* of outTokens, when it is a window */
+  ncclWindow_t outWindow;
   epBuffer counters, offsets, total, sources; /* sources: low latency, rows from each rank */
   epBuffer expertOut, expertWeights;          /* input of combine */
   epBuffer y, yWeights;

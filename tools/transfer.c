@@ -82,8 +82,8 @@ int epTransferOpen(epLayer *layer, epTransfer *t) {
   const char *none = !port->cuda ? "the emulated fabric has none" : port->ranks < 2 ? "one rank sends nothing" : NULL;
   memset(t, 0, sizeof(*t));
   t->port = port;
-  t->from = layer->expertOut.data;
-  t->to = layer->outTokens.data;
+  t->from = layer->outTokens.data;
+  t->to = layer->expertOut.data; /* ordinary memory, which every GPU of a host can map */
   t->room = layer->expertOut.bytes < layer->outTokens.bytes ? layer->expertOut.bytes : layer->outTokens.bytes;
   for (int k = 0; none && k < EP_TRANSFERS; k++) lacks(t, (epTransferKind)k, none);
   if (none) return 0;
@@ -95,7 +95,7 @@ int epTransferOpen(epLayer *layer, epTransfer *t) {
   }
   t->peers = calloc((size_t)port->ranks, sizeof(*t->peers));
   if (!t->peers) return epToolFail("out of host memory");
-  return epPortMapPeers(port, layer->outTokens.base, t->peers) || openKernel(t) ? -1 : 0;
+  return epPortMapPeers(port, layer->expertOut.base, t->peers) || openKernel(t) ? -1 : 0;
 }
 
 void epTransferClose(epTransfer *t) {

@@ -21,6 +21,7 @@ struct ncclWindow_vidmem {
   int lsaRank, worldRank;
   uint32_t stride4G;
   void *user;
+  size_t bytes;
 };
 
 world theWorld;
@@ -109,7 +110,7 @@ API(ncclResult_t, ncclCommWindowRegister, ncclComm_t comm, void *buffer, size_t 
     return ncclSystemError;
   struct ncclWindow_vidmem *w = calloc(1, sizeof(*w));
   if (!w) return ncclSystemError;
-  *w = (struct ncclWindow_vidmem){w, comm->world->flat + *used, comm->rank, comm->rank, 1, buffer};
+  *w = (struct ncclWindow_vidmem){w, comm->world->flat + *used, comm->rank, comm->rank, 1, buffer, bytes};
   *used += WINDOW_BYTES;
   if (wrongAddress == 1) w->lsaFlatBase += 4096;
   if (wrongAddress == 2 && comm->rank == 1) {
@@ -127,8 +128,13 @@ API(ncclResult_t, ncclCommWindowDeregister, ncclComm_t comm, ncclWindow_t window
   ncclLive--;
   return ncclSuccess;
 }
+int fakeWindowOpen(struct ncclComm *comm, void *buffer, size_t bytes, ncclWindow_t *window) {
+  return ncclCommWindowRegister(comm, buffer, bytes, window, EP_NCCL_WIN_COLL_SYMMETRIC);
+}
+int fakeWindowClose(struct ncclComm *comm, ncclWindow_t window) { return ncclCommWindowDeregister(comm, window); }
 #ifdef EP_FAKE_NCCL_229
 API(ncclResult_t, ncclGetLsaDevicePointer, ncclWindow_t window, size_t offset, int rank, void **out) {
+  if (offset >= window->bytes) return ncclInvalidArgument;
   *out = window->lsaFlatBase + ((size_t)window->stride4G << 32) * (size_t)rank + offset;
   return ncclSuccess;
 }

@@ -25,6 +25,11 @@ extern _Thread_local struct ncclComm *mine; /* of this thread: NCCL's memory cal
 extern int failMemAlloc, noSymmetric, wrongAddress;
 extern atomic_int ncclLive; /* memory and windows */
 
+/* A caller's windows, as ncclCommWindowRegister and ncclCommWindowDeregister: of memory that ncclMemAlloc gave last. */
+struct ncclWindow_vidmem;
+int fakeWindowOpen(struct ncclComm *comm, void *buffer, size_t bytes, struct ncclWindow_vidmem **window);
+int fakeWindowClose(struct ncclComm *comm, struct ncclWindow_vidmem *window);
+
 /* Address space for the windows; 0: there is none. */
 int fakeNcclStart(void);
 
