@@ -118,7 +118,9 @@ typedef struct epRun {
   ncclEpHandle_t handle;
   epTestTensor topk, x, w, scales, out, outW, outIdx, outScales, y, expertCounters, expertOffsets, total;
   size_t scaleStride; /* between columns of outScales, 0: row-major */
-  unsigned salt;      /* varies what may be varied: counter types, slack of outputs */
+  unsigned salt;      /* varies what may be varied: counter types, slack of outputs, what follows a borrowing update */
+  int borrow;         /* updates borrow topk_idx; the same on all ranks */
+  int unchecked;      /* the last one's routing is not there yet */
 } epRun;
 
 void epGroupConfigOf(const epCase *c, ncclEpGroupConfig_t *config);

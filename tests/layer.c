@@ -304,6 +304,35 @@ static void fillIndices(epTestRank *me, epRun *run) {
   free(narrow);
 }
 
+/* All that tells the routing, once it is there. */
+static void checkRouting(epTestRank *me, epRun *run) {
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  /* The caller may overwrite the indices now. */
+  if (run->topk.base) EXPECT_OK(me, ncclEpEmuMemset(me->comm, run->topk.t.data, 0x77, run->topk.bytes, NULL));
+  checkDeviceCounts(me, run);
+  checkHostCounts(me, run);
+  checkMetadata(me, run);
+}
+
+/* Mostly the dispatch is what follows; else one of the other calls that need the routing. */
+static void borrowingUpdate(epTestRank *me, epRun *run, const ncclEpLayoutInfo_t *info) {
+  const epCase *c = run->round->c;
+  ncclEpUpdateExtConfig_t config = NCCL_EP_UPDATE_EXT_CONFIG_INIT;
+  ncclEpHandleConfig_t handle = NCCL_EP_HANDLE_CONFIG_INIT;
+  handle.dispatch_output_per_expert_alignment = isFlat(c) ? 0 : c->align;
+  if (!run->handle)
+    EXPECT_OK(me, ncclEpInitHandle(&run->handle, me->group, c->layout, &handle, (int)c->topk, NULL));
+  if (!run->handle) return;
+  config.borrow_topk_idx = 1;
+  EXPECT_OK(me, ncclEpUpdateHandleExt(run->handle, &run->topk.t, info, &config, NULL));
+  run->unchecked = run->salt % 4 != 3;
+  if (run->unchecked) return;
+  if (run->salt & 4 && !c->budget)
+    checkMetadata(me, run);
+  else
+    checkHostCounts(me, run);
+}
+
 void epRunUpdate(epTestRank *me, epRun *run, const epRound *round) {
   const epCase *c = round->c;
   uint32_t tokens = round->tokens[me->rank], locals = round->ref->locals;
@@ -321,20 +350,17 @@ void epRunUpdate(epTestRank *me, epRun *run, const epRound *round) {
   ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
   info.expert_counters = &run->expertCounters.t, info.recv_total_counter = &run->total.t;
   if (!isFlat(c)) info.expert_offsets = &run->expertOffsets.t;
-  if (run->handle) {
+  run->unchecked = 0;
+  if (run->borrow) {
+    borrowingUpdate(me, run, &info);
+  } else if (run->handle) {
     EXPECT_OK(me, ncclEpUpdateHandle(run->handle, &run->topk.t, &info, NULL));
   } else {
     ncclEpHandleConfig_t config = NCCL_EP_HANDLE_CONFIG_INIT;
     config.dispatch_output_per_expert_alignment = isFlat(c) ? 0 : c->align;
     EXPECT_OK(me, ncclEpCreateHandle(&run->handle, me->group, c->layout, &run->topk.t, &info, &config, NULL));
   }
-  if (!run->handle) return;
-  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
-  /* The caller may overwrite the indices now. */
-  if (run->topk.base) EXPECT_OK(me, ncclEpEmuMemset(me->comm, run->topk.t.data, 0x77, run->topk.bytes, NULL));
-  checkDeviceCounts(me, run);
-  checkHostCounts(me, run);
-  checkMetadata(me, run);
+  if (run->handle && !run->unchecked) checkRouting(me, run);
 }
 
 /* ---- Dispatch
@@ -511,6 +537,8 @@ void epRunDispatch(epTestRank *me, epRun *run) {
   makeScalesOut(me, run, capacity);
   EXPECT_OK(me, dispatchCall(run, 0, &in, &out, isFlat(c) ? &info : NULL));
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  if (run->unchecked) checkRouting(me, run);
+  run->unchecked = 0;
   checkRows(me, run);
   checkScales(me, run);
   if (isFlat(c))
@@ -702,6 +730,7 @@ static void caseBody(epTestRank *me) {
   epGroupMake(me, p->c);
   if (!me->group) return;
   for (unsigned i = 0; i < p->count; i++) {
+    run.borrow = !((me->world->seed + i) & 1);
     epRunUpdate(me, &run, &p->rounds[i]);
     epRunDispatch(me, &run);
     epRunCombine(me, &run);
