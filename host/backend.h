@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "hybrid_layout.h"
+#include "links.h"
 #include "nccl_ep.h"
 #include "nccl_ep_ext.h"
 
@@ -28,6 +29,8 @@ typedef struct epTopology {
   int smemPerBlock; /* largest dynamic shared memory of a block, bytes */
   int gin;          /* there is a network between scale-up domains that kernels can use */
   int bulkCopies;   /* kernels may use bulk copies (SM90 and up; the emulator's) */
+  epPciAddress pci; /* of a CUDA device */
+  epLinkPlan plan;  /* several domains: what the links want, set by the group; zeros: defaults */
 } epTopology;
 
 typedef struct epLaunch {

@@ -370,6 +370,9 @@ static ncclResult_t readDevice(epCuda *be) {
   } wanted[] = {{EP_CU_ATTR_COMPUTE_CAPABILITY_MAJOR, &major},
                 {EP_CU_ATTR_COMPUTE_CAPABILITY_MINOR, &minor},
                 {EP_CU_ATTR_MULTIPROCESSOR_COUNT, &t->numSms},
+                {EP_CU_ATTR_PCI_DOMAIN_ID, &t->pci.domain},
+                {EP_CU_ATTR_PCI_BUS_ID, &t->pci.bus},
+                {EP_CU_ATTR_PCI_DEVICE_ID, &t->pci.device},
                 {EP_CU_ATTR_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, &t->smemPerBlock}};
   for (size_t i = 0; i < sizeof(wanted) / sizeof(wanted[0]); i++) {
     epCuResult rc = be->cu->deviceGetAttribute(wanted[i].value, wanted[i].attribute, be->device);

@@ -10,8 +10,11 @@
 /* id, name, kind, default as text, what it does. Numbers are decimal; an empty default means "not set". */
 #define EP_ENV_TABLE(X)                                                                                              \
   X(DEBUG, "NCCL_EP_DEBUG", STRING, "WARN", "log level: NONE, WARN, INFO, TRACE; NCCL_DEBUG where unset")            \
-  X(TIMEOUT_MS, "NCCL_EP_TIMEOUT_MS", NUMBER, "", "timeout of waits for other ranks; overrides the configuration")     \
+  X(TIMEOUT_MS, "NCCL_EP_TIMEOUT_MS", NUMBER, "", "timeout of waits for other ranks; overrides the configuration")   \
   X(NUM_SMS, "NCCL_EP_NUM_SMS", NUMBER, "", "thread blocks of a kernel at most; overrides max_num_sms")              \
+  X(NUM_QPS, "NCCL_EP_NUM_QPS", NUMBER, "", "queue pairs to each rank of the rail; overrides num_qp_per_rank")       \
+  X(NVLINK_GBS, "NCCL_EP_NVLINK_GBS", NUMBER, "", "a GPU's NVLink rate, GB/s a direction, instead of NVML's")        \
+  X(NIC_GBS, "NCCL_EP_NIC_GBS", NUMBER, "", "a GPU's NIC rate, GB/s a direction, instead of sysfs's")                \
   X(EMU_MODULE, "NCCL_EP_EMU_MODULE", STRING, "", "path of libnccl_ep_emu.so; else beside the library or in ../emu") \
   X(NVRTC, "NCCL_EP_NVRTC", STRING, "", "path of libnvrtc, where the loader does not find it")                       \
   X(NCCL, "NCCL_EP_NCCL", STRING, "", "tools only: path of libnccl, where the loader does not find it")              \

@@ -134,8 +134,12 @@ ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGrou
   if (epIsLl(g)) r = epLlWindowCheck("ncclEpCreateGroup", &g->shape, &g->windowLayout.bytes);
   if (r != ncclSuccess) goto release;
   g->scratchLayout = epScratchLayoutOf(g->shape.ranks, g->shape.experts);
-  if (epIsHybrid(g)) epHybridLayouts(g);
   g->sms = epPolicySms(&g->topology, g->config.max_num_sms);
+  if (epIsHybrid(g)) {
+    r = epHybridPlan(g);
+    if (r != ncclSuccess) goto release;
+    epHybridLayouts(g);
+  }
   g->budget = g->config.max_recv_tokens_per_rank;
   r = epGroupAgree(g, epGroupAllocate(g));
   if (r == ncclSuccess) r = epGroupWindow(g);

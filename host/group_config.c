@@ -62,6 +62,7 @@ ncclResult_t epGroupConfigCheck(const ncclEpGroupConfig_t *given, const epTopolo
   if (epEnvNumber(EP_ENV_TIMEOUT_MS, 1, UINT64_MAX / 1000000, &number)) resolved->timeout_ns = number * 1000000;
   if (resolved->timeout_ns == 0) resolved->timeout_ns = EP_TIMEOUT_NS;
   if (epEnvNumber(EP_ENV_NUM_SMS, 1, UINT32_MAX, &number)) resolved->max_num_sms = (unsigned)number;
+  if (epEnvNumber(EP_ENV_NUM_QPS, 1, UINT32_MAX, &number)) resolved->num_qp_per_rank = (unsigned)number;
   return ncclSuccess;
 }
 

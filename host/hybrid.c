@@ -2,9 +2,12 @@
  * its own behind the plain ones' identifiers, and their launch sizes. */
 #include "hybrid.h"
 
+#include <stdlib.h>
 #include <string.h>
 
+#include "env.h"
 #include "fail.h"
+#include "links_find.h"
 
 /* Equal on all ranks: signals and tails are by channel. A channel is a warp; the sum of a few of its rows in flight must
  * cover the trip over the scale-out link. On the emulated fabric more only cost time. */
@@ -15,8 +18,57 @@
 #define EP_HYBRID_WARPS 8u
 #define EP_EMU_HYBRID_WARPS 2u
 
-static uint32_t epChannels(const epTopology *t) { return t->arch ? EP_CHANNELS : EP_EMU_CHANNELS; }
-static uint32_t epContexts(const epTopology *t) { return t->arch ? EP_CONTEXTS : EP_EMU_CONTEXTS; }
+/* Experts of a token that the links are summed for: groups that leave top-k open are sized for many more. */
+#define EP_USUAL_TOPK 8u
+
+static uint32_t epChannels(const epTopology *t) {
+  if (!t->arch) return EP_EMU_CHANNELS;
+  return t->plan.sendBlocks ? t->plan.sendBlocks * EP_HYBRID_WARPS : EP_CHANNELS;
+}
+static uint32_t epContexts(const epTopology *t) {
+  uint32_t channels = epChannels(t), contexts = t->plan.contexts;
+  if (!contexts) contexts = t->arch ? EP_CONTEXTS : EP_EMU_CONTEXTS;
+  return contexts < channels ? contexts : channels; /* a context more would serve no channel */
+}
+
+/* From the links, unless the caller has said how many queue pairs he wants. */
+static epLinkPlan epPlanOf(const epTopology *t, const epLinks *links, const epShape *s, uint32_t queuePairs) {
+  uint32_t topk = s->topk < EP_USUAL_TOPK ? s->topk : EP_USUAL_TOPK;
+  /* FP8 rows are half as long as the widest, which are BF16 then, and should run at full rate as well. */
+  epLinkPlan plan = epLinkPlanOf(links, (uint32_t)t->scaleOutRanks, (uint32_t)t->scaleUpRanks, s->experts, topk,
+                                 (s->maxRowBytes + 1) / 2, EP_HYBRID_WARPS);
+  if (queuePairs) plan.contexts = queuePairs;
+  return plan;
+}
+
+ncclResult_t epHybridPlan(struct ncclEpGroup *g) {
+  struct {
+    epLinks links;
+    uint64_t queuePairs;
+  } mine = {{0, 0}, g->config.num_qp_per_rank}, *all = calloc(g->shape.ranks, sizeof *all);
+  epTopology *t = &g->topology;
+  char from[160] = "not those of a GPU";
+  ncclResult_t r;
+  if (!all) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+  if (t->arch) mine.links = epLinksFind(&t->pci, from, sizeof from);
+  r = g->be->ops->allGather(g->be, &mine, all, sizeof mine);
+  for (uint32_t i = 0; r == ncclSuccess && i < g->shape.ranks; i++) {
+    if (all[i].queuePairs != all[0].queuePairs)
+      r = epFail(ncclInvalidArgument,
+                 "ncclEpCreateGroup: num_qp_per_rank differs between ranks: %llu on rank 0, %llu on rank %u",
+                 (unsigned long long)all[0].queuePairs, (unsigned long long)all[i].queuePairs, i);
+    if (all[i].links.nvlinkGbs < mine.links.nvlinkGbs) mine.links.nvlinkGbs = all[i].links.nvlinkGbs;
+    if (all[i].links.nicGbs < mine.links.nicGbs) mine.links.nicGbs = all[i].links.nicGbs;
+  }
+  free(all);
+  if (r != ncclSuccess) return r;
+  t->plan = epPlanOf(t, &mine.links, &g->shape, g->config.num_qp_per_rank);
+  if (t->plan.sms && !g->config.max_num_sms) g->sms = epPolicySms(t, t->plan.sms);
+  epLog(EP_LOG_INFO, "group %p: links here: %s; slowest: %.0f and %.1f GB/s: %s: %u channels, %u queue pairs a peer",
+        (void *)g, from, mine.links.nvlinkGbs, mine.links.nicGbs,
+        t->plan.sms ? "launches fit them" : "not all known, so defaults", epChannels(t), epContexts(t));
+  return ncclSuccess;
+}
 
 int epIsHybrid(const struct ncclEpGroup *g) { return g->topology.scaleOutRanks > 1; }
 
@@ -78,11 +130,17 @@ ncclResult_t epPolicyHybridMove(const epTopology *t, unsigned sms, int kernelId,
   return ncclSuccess;
 }
 
-void epHybridBufferSize(const epTopology *t, const epShape *shape, ncclEpBufferSize_t *sizes) {
+void epHybridBufferSize(const epTopology *topology, const epShape *shape, ncclEpBufferSize_t *sizes) {
+  epTopology here = *topology, *t = &here;
   uint32_t domains = (uint32_t)t->scaleOutRanks;
+  epLinks links = {0, 0};
+  uint64_t queuePairs = 0;
   uint64_t scratch = epScratchLayoutOf(shape->ranks, shape->experts).bytes;
   epWindowLayout w;
   epHybridLayout h;
+  if (t->arch) links = epLinksFind(&t->pci, NULL, 0);
+  if (!epEnvNumber(EP_ENV_NUM_QPS, 1, UINT32_MAX, &queuePairs)) queuePairs = 0;
+  here.plan = epPlanOf(t, &links, shape, (uint32_t)queuePairs);
   epHybridLayoutOf(*shape, (uint32_t)t->scaleUpRanks, epChannels(t), epContexts(t), &w, &h);
   sizes->window_bytes = w.bytes;
   sizes->count_bytes = h.railTails - w.counts;

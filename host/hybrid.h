@@ -5,6 +5,8 @@
 #include "runtime.h"
 
 int epIsHybrid(const struct ncclEpGroup *group);
+/* Channels, contexts and, where the caller leaves it open, SMs from the links, as the slowest rank has them. Collective. */
+ncclResult_t epHybridPlan(struct ncclEpGroup *group);
 /* Window and scratch layouts of the group instead of the plain ones. */
 void epHybridLayouts(struct ncclEpGroup *group);
 /* The network of the group's window. Collective. */
@@ -14,7 +16,7 @@ size_t epHybridRecordBytes(const struct ncclEpGroup *group, uint32_t topk);
 int epHybridKernel(int id, const epConfig *config);
 /* As epPolicyMove, which calls it. */
 ncclResult_t epPolicyHybridMove(const epTopology *topology, unsigned sms, int kernelId, epConfig *config, epGrid *grid);
-/* What sizes.c cannot know without a topology. */
+/* What sizes.c cannot know without a topology; links are those of this rank. */
 void epHybridBufferSize(const epTopology *topology, const epShape *shape, ncclEpBufferSize_t *sizes);
 
 #endif

@@ -333,9 +333,12 @@ typedef struct {
    * which are rounded up to 16. */
   unsigned int max_token_bytes;
   unsigned long int rdma_buffer_size; /* ignored: the window's size follows from the fields above */
-  unsigned int num_qp_per_rank;       /* ignored: ncclEpGetGroupProperties tells contexts and queue pairs */
-  unsigned int num_channels;          /* ignored: see max_num_sms */
-  /* Thread blocks (SMs) of a kernel at most; NCCL_EP_AUTO: the whole GPU. Environment: NCCL_EP_NUM_SMS. With more than
+  /* Several scale-up domains: queue pairs to each rank of the rail (GIN contexts), equal on all ranks, at most one a channel;
+   * NCCL_EP_AUTO: what the links want. Environment: NCCL_EP_NUM_QPS. ncclEpGetGroupProperties tells what became of it. */
+  unsigned int num_qp_per_rank;
+  unsigned int num_channels; /* ignored: see max_num_sms */
+  /* Thread blocks (SMs) of a kernel at most; NCCL_EP_AUTO: the whole GPU, and with several scale-up domains what the links can
+   * use, where their rates are known. Environment: NCCL_EP_NUM_SMS. With more than
    * one rank dispatch and combine have at least two blocks, a sender and a receiver, and with several scale-up domains
    * a few more; they also work one after the other. */
   unsigned int max_num_sms;

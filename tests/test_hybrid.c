@@ -57,6 +57,27 @@ static void propertiesTellWhatIsAsked(void **state) {
   epWorldRun(&world, propertiesBody);
 }
 
+static void queuesBody(epTestRank *me) {
+  ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
+  ncclEpGroupProperties_t p = NCCL_EP_GROUP_PROPERTIES_INIT;
+  ncclEpGroup_t group = NULL;
+  epGroupConfigOf(&base, &config);
+  config.num_qp_per_rank = me->rank == 2 ? 2 : 1;
+  EXPECT_ERROR(me, ncclEpCreateGroup(&group, me->comm, &config), ncclInvalidArgument,
+               "num_qp_per_rank differs|1 on rank 0|2 on rank 2");
+  config.num_qp_per_rank = 1;
+  EXPECT_OK(me, ncclEpCreateGroup(&group, me->comm, &config));
+  EXPECT_OK(me, ncclEpGetGroupProperties(group, &p));
+  EXPECT(me, p.gin_contexts == 1 && p.queue_pairs == 1, "%u contexts, %u queue pairs", p.gin_contexts, p.queue_pairs);
+  EXPECT_OK(me, ncclEpGroupDestroy(group));
+}
+
+static void queuePairsAreTheCallers(void **state) {
+  (void)state;
+  epTestWorld world = {.ranks = 4, .seed = 1};
+  epWorldRun(&world, queuesBody);
+}
+
 /* ---- Records of other groups -------------------------------------------------------------------------------------------- */
 
 /* A record like this group's in all but how its ranks are divided, here by a changed header. */
@@ -173,6 +194,7 @@ static void aRankThatStaysAwayIsReported(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(propertiesTellWhatIsAsked),
+      cmocka_unit_test(queuePairsAreTheCallers),
       cmocka_unit_test(recordsOfOtherDomainsAreRefused),
       cmocka_unit_test(aRankThatStaysAwayIsReported),
   };

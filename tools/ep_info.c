@@ -68,6 +68,7 @@ int main(int argc, char **argv) {
   infoNccl();
   infoJit();
   infoNics();
+  infoSums();
   emulator();
   if (environment) {
     infoSection("Environment");

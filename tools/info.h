@@ -12,5 +12,6 @@ void infoNccl(void);
 void infoJit(void);    /* NVRTC, cache, embedded headers */
 void infoNvlink(void); /* through NVML */
 void infoNics(void);   /* through libibverbs */
+void infoSums(void);   /* SMs and queue pairs of several scale-up domains, by the rates of the links */
 
 #endif

@@ -3,7 +3,9 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "cuda_driver.h"
 #include "info.h"
+#include "links_find.h"
 
 enum { MAX_LINKS = 36 };
 
@@ -110,4 +112,45 @@ void infoNics(void) {
     if (list) freeDeviceList(list);
   }
   (void)dlclose(lib);
+}
+
+/* ---- Sums ------------------------------------------------------------------------------------------------------- */
+
+/* DeepSeek-V3's layer in FP8, in domains of 8 ranks. */
+enum { SUM_EXPERTS = 256, SUM_TOPK = 8, SUM_ROW_BYTES = 7168, SUM_WARPS = 8, SUM_SCALE_UP = 8 };
+
+static void showSums(const epLinks *links) {
+  for (unsigned domains = 2; domains <= 8; domains *= 2) {
+    epLinkRows r = epLinkRowsOf(domains, SUM_SCALE_UP, SUM_EXPERTS, SUM_TOPK);
+    epLinkPlan p = epLinkPlanOf(links, domains, SUM_SCALE_UP, SUM_EXPERTS, SUM_TOPK, SUM_ROW_BYTES, SUM_WARPS);
+    char name[32];
+    snprintf(name, sizeof(name), "  %u x %d", domains, SUM_SCALE_UP);
+    infoFound(
+        name,
+        "a token loads the NIC with %.2f rows, NVLink with %.2f: %s is the limit: %u SMs, %u of them send, %u queue "
+        "pairs a peer",
+        r.domains, r.nvlink, p.nicBound ? "the NIC" : "NVLink", p.sms, p.sendBlocks, p.contexts);
+  }
+}
+
+void infoSums(void) {
+  static const char meaning[] =
+      "several scale-up domains take the whole GPU, 32 channels and 4 queue pairs a peer; set "
+      "NCCL_EP_NVLINK_GBS and NCCL_EP_NIC_GBS to have them computed";
+  const epCuDriver *cu;
+  epPciAddress pci = {0, 0, 0};
+  epCuDevice device;
+  char from[160];
+  int gpu = epCuDriverOpen(&cu) == ncclSuccess && cu->deviceGet(&device, 0) == EP_CU_SUCCESS &&
+            cu->deviceGetAttribute(&pci.domain, EP_CU_ATTR_PCI_DOMAIN_ID, device) == EP_CU_SUCCESS &&
+            cu->deviceGetAttribute(&pci.bus, EP_CU_ATTR_PCI_BUS_ID, device) == EP_CU_SUCCESS &&
+            cu->deviceGetAttribute(&pci.device, EP_CU_ATTR_PCI_DEVICE_ID, device) == EP_CU_SUCCESS;
+  epLinks links = epLinksFind(gpu ? &pci : NULL, from, sizeof(from));
+  infoSection("What links want (H=7168 FP8, K=8, E=256)");
+  if (links.nvlinkGbs > 0 && links.nicGbs > 0) {
+    infoFound("rates", "%s", from);
+    showSums(&links);
+  } else {
+    infoMissing("rates", from, meaning);
+  }
 }

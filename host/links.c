@@ -1,0 +1,60 @@
+/* The sums: a block more than a link can use costs an SM that could compute; a block fewer idles the link. */
+#include "links.h"
+
+/* Blocks above the sum, so that a late one does not idle the link. */
+#define EP_HEADROOM 1.25
+/* Putting a row: a slot of the queue, its descriptor, the doorbell. Posts to one queue pair come one after the other, so a NIC
+ * that takes a row every 0.15 us needs several. An assumption: it is to be measured on a NIC. */
+#define EP_POST_SECONDS 1e-6
+#define EP_MOST_CONTEXTS 16u
+
+static uint32_t up(double x) {
+  uint32_t n = (uint32_t)x;
+  return n < x ? n + 1 : n;
+}
+
+/* Probability that none of topk distinct experts out of `experts` is among `some` of them. */
+static double none(uint32_t experts, uint32_t some, uint32_t topk) {
+  double p = 1;
+  for (uint32_t k = 0; k < topk && p > 0; k++)
+    p *= some + k >= experts ? 0 : (double)(experts - some - k) / (double)(experts - k);
+  return p;
+}
+
+epLinkRows epLinkRowsOf(uint32_t scaleOut, uint32_t scaleUp, uint32_t experts, uint32_t topk) {
+  uint32_t ranks = scaleOut * scaleUp;
+  double rank = 1 - none(experts, experts / ranks, topk), domain = 1 - none(experts, experts / scaleOut, topk);
+  epLinkRows r;
+  r.domains = (scaleOut - 1) * domain;
+  r.ranks = ranks * rank;
+  r.nvlink = (ranks - scaleOut) * rank; /* to a rank of the token's own index it goes by the rail, or not at all */
+  r.sent = (scaleUp - 1) * rank;
+  if (scaleOut > 1) r.sent += 1 - none(experts, experts - experts / scaleOut, topk);
+  return r;
+}
+
+epLinkPlan epLinkPlanOf(const epLinks *links, uint32_t scaleOut, uint32_t scaleUp, uint32_t experts, uint32_t topk,
+                        uint32_t rowBytes, uint32_t warps) {
+  epLinkPlan plan = {0, 0, 0, 0};
+  epLinkRows r = epLinkRowsOf(scaleOut, scaleUp, experts, topk);
+  double nic, nvlink, busiest, forward, dispatch, combine, posts;
+  if (scaleOut < 2 || !(links->nicGbs > 0) || (scaleUp > 1 && !(links->nvlinkGbs > 0))) return plan;
+  nic = r.domains / (EP_NIC_SHARE * links->nicGbs);
+  nvlink = scaleUp > 1 ? r.nvlink / (EP_NVLINK_SHARE * links->nvlinkGbs) : 0;
+  busiest = nic > nvlink ? nic : nvlink;
+  if (!(busiest > 0)) return plan;
+  plan.nicBound = nic >= nvlink;
+  /* Rows stored in the time that the busiest link takes for a token, over what an SM stores in it. */
+  forward = r.sent > r.domains ? r.sent : r.domains;
+  dispatch = r.sent + r.ranks;
+  combine = r.ranks + r.domains + 1;
+  plan.sendBlocks = up(EP_HEADROOM * forward / (busiest * EP_SM_STORE_GBS));
+  /* One more watches the tails. */
+  plan.sms = 1 + up(EP_HEADROOM * (dispatch > combine ? dispatch : combine) / (busiest * EP_SM_STORE_GBS));
+  if (plan.sms < plan.sendBlocks + 2) plan.sms = plan.sendBlocks + 2;
+  posts = EP_NIC_SHARE * links->nicGbs * 1e9 / rowBytes * EP_POST_SECONDS;
+  plan.contexts = up(posts / (scaleOut - 1));
+  if (plan.contexts > EP_MOST_CONTEXTS) plan.contexts = EP_MOST_CONTEXTS;
+  if (plan.contexts > plan.sendBlocks * warps) plan.contexts = plan.sendBlocks * warps;
+  return plan;
+}
