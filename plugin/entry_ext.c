@@ -1,6 +1,4 @@
 /* The functions of nccl_ep_ext.h, but for those of the emulated fabric. */
-#include <stddef.h>
-
 #include "fail.h"
 #include "runtime.h"
 #include "nccl_ep_ext.h"
@@ -109,8 +107,7 @@ ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config) {
   EP_CALL();
   ncclEpPrepareConfig_t c;
-  /* num_bias and what follows came later. */
-  ncclResult_t r = epTakeStruct("ncclEpPrepare", "config", config, (unsigned)offsetof(ncclEpPrepareConfig_t, num_bias),
-                                4, &c, (unsigned)sizeof c);
+  ncclResult_t r = epTakeStruct("ncclEpPrepare", "config", config, NCCL_EP_FIELD_END(ncclEpPrepareConfig_t, scale_bytes),
+                                4, &c, (unsigned)sizeof c); /* num_bias came later, then borrow_topk_idx */
   return r == ncclSuccess ? epPrepare(group, &c) : r;
 }

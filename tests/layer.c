@@ -320,8 +320,7 @@ static void borrowingUpdate(epTestRank *me, epRun *run, const ncclEpLayoutInfo_t
   ncclEpUpdateExtConfig_t config = NCCL_EP_UPDATE_EXT_CONFIG_INIT;
   ncclEpHandleConfig_t handle = NCCL_EP_HANDLE_CONFIG_INIT;
   handle.dispatch_output_per_expert_alignment = isFlat(c) ? 0 : c->align;
-  if (!run->handle)
-    EXPECT_OK(me, ncclEpInitHandle(&run->handle, me->group, c->layout, &handle, (int)c->topk, NULL));
+  if (!run->handle) EXPECT_OK(me, ncclEpInitHandle(&run->handle, me->group, c->layout, &handle, (int)c->topk, NULL));
   if (!run->handle) return;
   config.borrow_topk_idx = 1;
   EXPECT_OK(me, ncclEpUpdateHandleExt(run->handle, &run->topk.t, info, &config, NULL));

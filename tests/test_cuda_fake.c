@@ -408,8 +408,7 @@ static void layerInit(oneLayer *l, ncclEpGroup_t g, ncclEpLayout_t layout) {
   l->outW = ll ? tensorOf(3, ncclFloat32, l->placeTopk) : tensorOf(2, ncclFloat32, l->choices);
   l->outIdx = ll ? tensorOf(3, ncclInt32, l->placeTopk) : tensorOf(2, ncclInt64, l->choices);
   l->in.tokens = &l->x, l->result.tokens = &l->out, l->back.tokens = &l->out, l->sums.tokens = &l->y;
-  if (!ll || rankMajor)
-    l->in.topk_weights = &l->w, l->result.topk_weights = &l->outW, l->result.topk_idx = &l->outIdx;
+  if (!ll || rankMajor) l->in.topk_weights = &l->w, l->result.topk_weights = &l->outW, l->result.topk_idx = &l->outIdx;
   if (ll && !rankMajor) l->sums.topk_weights = &l->w;
   assert_int_equal(ncclEpInitHandle(&l->handle, g, layout, NULL, TOPK, NULL), ncclSuccess);
 }
@@ -554,7 +553,8 @@ static void borrowedInCapture(void **state) {
   assert_int_equal(layerUpdate(&l, 1, stream), ncclSuccess);
   for (int i = 0; i < 2; i++) {
     assert_int_equal(layerDispatch(&l, stream), ncclInvalidUsage);
-    assert_non_null(strstr(epLastError(), "ncclEpDispatch: the stream is being captured: its kernel is not compiled yet"));
+    assert_non_null(
+        strstr(epLastError(), "ncclEpDispatch: the stream is being captured: its kernel is not compiled yet"));
     assert_null(strchr(epLastError(), '\n'));
     assert_int_equal(l.handle->pending.on, 1);
   }
@@ -592,11 +592,10 @@ static void borrowedInCapture(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(twoRanks),       cmocka_unit_test(noWindow),
-                                     cmocka_unit_test(wrongWindow),    cmocka_unit_test(anyCallFails),
-                                     cmocka_unit_test(refusals),       cmocka_unit_test(peersThatStayAway),
-                                     cmocka_unit_test(fewDriverCalls), cmocka_unit_test(kernelsAhead),
-                                     cmocka_unit_test(borrowedInCapture)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(twoRanks),       cmocka_unit_test(noWindow),     cmocka_unit_test(wrongWindow),
+      cmocka_unit_test(anyCallFails),   cmocka_unit_test(refusals),     cmocka_unit_test(peersThatStayAway),
+      cmocka_unit_test(fewDriverCalls), cmocka_unit_test(kernelsAhead), cmocka_unit_test(borrowedInCapture)};
   epJit *jit;
   void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (lib) {

@@ -264,9 +264,15 @@ static void launchesFitTheDevice(void **state) {
  * the histograms. */
 static void fusedWhereItFits(void **state) {
   (void)state;
-  epTopology t = {.ranks = 8, .scaleUpRanks = 8, .scaleOutRanks = 1, .arch = 90, .numSms = 132, .smemPerBlock = 232448,
+  epTopology t = {.ranks = 8,
+                  .scaleUpRanks = 8,
+                  .scaleOutRanks = 1,
+                  .arch = 90,
+                  .numSms = 132,
+                  .smemPerBlock = 232448,
                   .bulkCopies = 1};
-  epConfig c = {.ranks = 8, .experts = 256, .topk = 8, .rowBytes = 14336, .weights = 1, .fused = 1, .indexBytes = 4}, plain;
+  epConfig c = {.ranks = 8, .experts = 256, .topk = 8, .rowBytes = 14336, .weights = 1, .fused = 1, .indexBytes = 4},
+           plain;
   epGrid g, alone;
   assert_int_equal(epPolicyMove("test", &t, 132, EP_KERNEL_DISPATCH, &c, &g), ncclSuccess);
   assert_int_equal(c.fused, 1);
