@@ -25,23 +25,24 @@ enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
 /* Everything a kernel is specialised by, and nothing that changes with the tokens. All fields are uint32_t, so that the
  * struct's bytes are the cache key. The GPU compiles each field as a constexpr; the emulator reads the same names at
  * run time. Fields that a kernel does not use are 0. The X-macro is the one list of them. */
-#define EP_CONFIG_FIELDS(X)                                                                         \
-  X(ranks)                                                                                          \
-  X(experts)                                                                                        \
-  X(topk)                                                                                           \
-  X(rowBytes)   /* token bytes of a row; 0 for update */                                            \
-  X(dtype)      /* EP_DTYPE_*: combine only */                                                      \
-  X(layout)     /* EP_LAYOUT_KIND_* */                                                              \
-  X(scaleBytes) /* of a token's row of scales, a multiple of 4; 0: none */                          \
-  X(bias)       /* rows that combine's sums start from: 0, 1 or 2 */                                \
-  X(weights)    /* rows carry K FP32 weights: forward dispatch, backward combine */                 \
-  X(indexBytes) /* 4 or 8: update's topk_idx */                                                     \
-  X(threads)    /* a block */                                                                       \
-  X(stageBytes) /* of a warp stage in dispatch and combine */                                       \
-  X(fused)      /* dispatch only: it makes the routing record itself, from the caller's topk_idx */ \
-  X(bulk)       /* the target has bulk copies (SM90 and up) */                                      \
-  X(scaleUp)    /* ranks of a scale-up domain; hybrid kernels only, else 0 */                        \
-  X(bug)        /* emulator's planted faults (device/bugs.h); 0 on GPUs */
+#define EP_CONFIG_FIELDS(X)                                                                                                 \
+  X(ranks)                                                                                                                  \
+  X(experts)                                                                                                                \
+  X(topk)                                                                                                                   \
+  X(rowBytes)   /* token bytes of a row; 0 for update */                                                                    \
+  X(dtype)      /* EP_DTYPE_*: combine only */                                                                              \
+  X(layout)     /* EP_LAYOUT_KIND_* */                                                                                      \
+  X(scaleBytes) /* of a token's row of scales, a multiple of 4; 0: none */                                                  \
+  X(bias)       /* rows that combine's sums start from: 0, 1 or 2 */                                                        \
+  X(weights)    /* rows carry K FP32 weights: forward dispatch, backward combine */                                         \
+  X(indexBytes) /* 4 or 8: update's topk_idx */                                                                             \
+  X(threads)    /* a block */                                                                                               \
+  X(stageBytes) /* of a warp stage in dispatch and combine */                                                               \
+  X(fused)      /* dispatch only: it makes the routing record itself, from the caller's topk_idx */                         \
+  X(direct) /* dispatch only, flat: the output is window-backed, and rows are stored into the peers' where those are too */ \
+  X(bulk)    /* the target has bulk copies (SM90 and up) */                                                                 \
+  X(scaleUp) /* ranks of a scale-up domain; hybrid kernels only, else 0 */                                                  \
+  X(bug)     /* emulator's planted faults (device/bugs.h); 0 on GPUs */
 
 typedef struct epConfig {
 #define X(name) uint32_t name;
@@ -116,31 +117,33 @@ typedef struct epDispatchArgs {
   epGroupArgs group;
   epRecordLayout recordLayout;
   const uint8_t *record;
-  const uint8_t *tokens;       /* [T][rowBytes] */
-  const float *weights;        /* [T][K] when cfg.weights */
-  const uint8_t *scales;       /* [T][scaleBytes] when cfg.scaleBytes */
-  uint8_t *outTokens;          /* [capacity][rowBytes] */
-  uint8_t *outScales;          /* [capacity][scaleBytes], or columns: see scaleColumn */
-  uint64_t scaleColumn;        /* 0: row-major; else bytes from one 4-byte column of scales to the next */
-  float *outWeights;           /* flat [capacity][K], expert-major [capacity]; when cfg.weights */
-  int64_t *outIdx;             /* flat [capacity][K] or NULL */
-  uint32_t numTokens;          /* T */
-  uint32_t capacity;           /* rows of the output */
-  uint32_t fillTail;           /* flat, not eager: set idx and weights of rows past N to -1 and 0 */
-  uint32_t globalIdx;          /* outIdx holds global ids instead of local ones */
-  uint32_t zeroPad;            /* expert-major: zero-fill padding rows */
-  uint32_t pushBlocks, blocks; /* blocks [0, pushBlocks) send, the rest run the epilogue */
-  epUpdateArgs update;         /* when cfg.fused: by the first blocks of the epilogue, before it */
+  const uint8_t *tokens;            /* [T][rowBytes] */
+  const float *weights;             /* [T][K] when cfg.weights */
+  const uint8_t *scales;            /* [T][scaleBytes] when cfg.scaleBytes */
+  uint8_t *outTokens;               /* [capacity][rowBytes] */
+  uint8_t *outScales;               /* [capacity][scaleBytes], or columns: see scaleColumn */
+  uint64_t scaleColumn;             /* 0: row-major; else bytes from one 4-byte column of scales to the next */
+  float *outWeights;                /* flat [capacity][K], expert-major [capacity]; when cfg.weights */
+  int64_t *outIdx;                  /* flat [capacity][K] or NULL */
+  uint32_t numTokens;               /* T */
+  uint32_t capacity;                /* rows of the output */
+  uint32_t fillTail;                /* flat, not eager: set idx and weights of rows past N to -1 and 0 */
+  uint32_t globalIdx;               /* outIdx holds global ids instead of local ones */
+  uint32_t zeroPad;                 /* expert-major: zero-fill padding rows */
+  uint32_t pushBlocks, blocks;      /* blocks [0, pushBlocks) send, the rest run the epilogue */
+  uint64_t outPeers[EP_MAX_DIRECT]; /* when cfg.direct: base of each rank's part of the output's window */
+  uint64_t outOffset;               /* of my output in it */
+  epUpdateArgs update;              /* when cfg.fused: by the first blocks of the epilogue, before it */
 } epDispatchArgs;
 
 typedef struct epCombineArgs {
   epGroupArgs group;
   epRecordLayout recordLayout;
   const uint8_t *record;
-  const uint8_t *tokens; /* expert outputs [capacity][rowBytes] */
-  const float *weights;  /* flat [capacity][K], expert-major [capacity]; when cfg.weights */
-  uint8_t *outTokens;    /* [T][rowBytes] */
-  float *outWeights;     /* [T][K] when cfg.weights */
+  const uint8_t *tokens;  /* expert outputs [capacity][rowBytes] */
+  const float *weights;   /* flat [capacity][K], expert-major [capacity]; when cfg.weights */
+  uint8_t *outTokens;     /* [T][rowBytes] */
+  float *outWeights;      /* [T][K] when cfg.weights */
   const uint8_t *bias[2]; /* [T][rowBytes] each, the first cfg.bias of them */
   uint32_t numTokens, capacity;
   uint32_t pushBlocks, blocks; /* as in dispatch */
@@ -163,7 +166,11 @@ EP_HD uint32_t epSenders(uint32_t threads) { return threads / 32 - 1; }
 #define EP_DEALT 8u /* rounds whose tickets are kept */
 EP_HD uint32_t epDealOffset(void) { return EP_VERDICT_BYTES + 16 * EP_SIGNAL_DEPTH; }
 EP_HD uint32_t epBarOffset(void) { return epDealOffset() + 12 * EP_DEALT; }
-EP_HD uint32_t epTableOffset(uint32_t senders) { return epBarOffset() + 16 * senders + 16; }
+/* behind the mbarriers: a word for each sender and round under way, how its chunk went */
+EP_HD uint32_t epWentOffset(uint32_t senders) { return epBarOffset() + 16 * senders + 16; }
+EP_HD uint32_t epTableOffset(uint32_t senders) {
+  return (uint32_t)epAlignUp(epWentOffset(senders) + 4 * EP_DEALT * senders, 16);
+}
 EP_HD uint32_t epControlSmem(uint32_t senders, uint32_t ranks) {
   return (uint32_t)epAlignUp(epTableOffset(senders) + 16ull * ranks, 128);
 }

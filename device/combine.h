@@ -81,11 +81,6 @@ DEV uint32_t ep_sum_lane(const epSum &s, uint32_t i) {
   return p::ffs(m) - 1;
 }
 
-DEV uint64_t ep_shfl64(uint64_t v, uint32_t from) {
-  uint32_t lo = p::shfl(p::FULL, (uint32_t)v, from), hi = p::shfl(p::FULL, (uint32_t)(v >> 32), from);
-  return (uint64_t)hi << 32 | lo;
-}
-
 /* A row being summed: what goes in, where the result goes. With `move`, all parts are this rank's, and a single one is moved
  * as it is. */
 struct epJob {
@@ -318,7 +313,8 @@ DEV void ep_combine_push(const C c, const epCombineArgs &a, epPipe &q, epPushLis
       ep_job_run(c, job);
       p::sync_warp();
       if (row.ends && p::lane() == 0)
-        p::st_release_sys(ep_flag(a.group, q, row.s, a.group.rank, row.item / epChunkRows(c.rowBytes)), gen);
+        p::st_release_sys(ep_flag(a.group, q, row.s, a.group.rank, row.item / epChunkRows(c.rowBytes)),
+                          EP_FLAG(gen, 0));
     }
     return;
   }
@@ -372,7 +368,7 @@ DEV void ep_combine_signal(const C c, const epCombineArgs &a, const epPipe &q, u
     epRun run = ep_combine_run(c, a, q, (uint64_t)ticket * senders + p::lane(), items);
     ep_signal_begin(c, r);
     if (p::lane() < senders && run.j < run.end)
-      p::st_relaxed_sys(ep_flag(a.group, q, run.s, a.group.rank, run.j / epChunkRows(c.rowBytes)), gen);
+      p::st_relaxed_sys(ep_flag(a.group, q, run.s, a.group.rank, run.j / epChunkRows(c.rowBytes)), EP_FLAG(gen, 0));
     ep_signal_end(c, r);
   }
 }
@@ -462,7 +458,7 @@ DEV bool ep_reduce_come(const C c, const epCombineArgs &a, const epPipe &q, cons
     const uint32_t *flag =
         ep_flag(a.group, q, me, owner, (r.row * sent + span * sent / ep_reduce_spans(c)) / epChunkRows(c.rowBytes));
     ok = wait ? ep_wait_flag(a.group, flag, gen, EP_PHASE_COMBINE_ROWS, owner)
-              : (int32_t)(p::ld_acquire_sys(flag) - gen) >= 0;
+              : ep_reached(p::ld_acquire_sys(flag), gen);
   }
   ok = p::ballot(p::FULL, !ok) == 0;
   p::sync_warp();

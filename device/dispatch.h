@@ -3,6 +3,8 @@
  *
  *   push      a warp a chunk of tokens (epChunkRows); each row is loaded once and stored once per distinct remote rank, into the
  *             staging row of its token index, so sending needs no scan; then one flag a (destination, chunk)
+ *   outputs   window-backed and flat: from the moment a sender knows where rows lie in the peers' outputs it stores them there (local
+ *             ones too, in its own), and only what follows the tokens into staging; the epilogue then writes indices and weights
  *   epilogue  a warp a row: local rows straight from the input, remote ones from staging after their flag; flat: one
  *             store, expert-major: one per slot; padding rows are zeroed and index tails filled before anything arrives
  *
@@ -21,6 +23,9 @@ struct epChunk {
   int32_t expert[EP_MAX_CHUNK_ROWS];
   uint32_t weight[EP_MAX_CHUNK_ROWS];
   uint32_t owner[EP_MAX_CHUNK_ROWS], sends[EP_MAX_CHUNK_ROWS];
+  /* into outputs: row among those for the owner, and the owner's first for me; stays: the token has experts here */
+  bool direct, stays[EP_MAX_CHUNK_ROWS];
+  uint32_t row[EP_MAX_CHUNK_ROWS], first[EP_MAX_CHUNK_ROWS];
 };
 
 /* Expert of decision `at`, or -1: of the record, or as the caller gave it where the record is only being made. */
@@ -42,6 +47,7 @@ DEV void ep_chunk_fetch(const C c, const epDispatchArgs &a, uint32_t tokens, uin
     uint64_t at = (uint64_t)(k.t0 + i) * c.topk + l;
     bool there = i < k.rows && l < c.topk;
     k.expert[i] = there ? ep_decision(c, a, at) : -1;
+    k.row[i] = k.direct && there ? p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.sendRow) + at) : 0;
     k.weight[i] = c.weights && there ? p::as_u32(p::ldg<float>(a.weights + at)) : 0;
   }
 }
@@ -51,6 +57,10 @@ template <class C> DEV void ep_chunk_targets(const C c, const epDispatchArgs &a,
   for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++) {
     k.owner[i] = k.expert[i] >= 0 ? (uint32_t)k.expert[i] / (c.experts / c.ranks) : a.group.rank;
     bool remote = k.owner[i] != a.group.rank;
+    k.stays[i] = k.direct && p::ballot(p::FULL, k.expert[i] >= 0 && !remote) != 0;
+    k.first[i] = k.direct && k.expert[i] >= 0
+                     ? p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.sendBase) + k.owner[i])
+                     : 0;
     uint32_t mates = p::match_any(p::FULL, remote ? k.owner[i] : ep_lone_key());
     k.sends[i] = p::ballot(p::FULL, remote && (mates & ep_lanes_below()) == 0);
   }
@@ -63,7 +73,7 @@ DEV void ep_chunk_load(const C c, const epDispatchArgs &a, const epPipe &q, uint
   uint32_t l = p::lane(), stride = epRowBufferBytes(&plain), stage = ep_stage(q, n), wanted = 0;
   uint32_t weightBytes = c.weights ? epWeightBytes(c.topk) : 0, scales = c.rowBytes + weightBytes;
 #pragma unroll
-  for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++) wanted |= (k.sends[i] != 0) << i;
+  for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++) wanted |= (k.sends[i] != 0 || k.stays[i]) << i;
   ep_stage_free<0>(c);
   ep_stage_expect(q, n, p::popc(wanted) * c.rowBytes);
   if (wanted >> l & 1) {
@@ -88,15 +98,77 @@ DEV void ep_chunk_load(const C c, const epDispatchArgs &a, const epPipe &q, uint
   if (c.weights || c.scaleBytes) ep_stage_written(c);
 }
 
+/* What a sender knows of the ranks' outputs: lane d of rank d's. `ready`: of all that rows may go to. */
+struct epOutputs {
+  bool ready;
+  uint32_t rows;
+  uint64_t at;
+};
+
+/* Looks, without waiting, whether rows can go into outputs: every rank has begun this dispatch with a window-backed output, and
+ * this rank's record says where its rows lie there. */
+template <class C>
+DEV void ep_outputs_look(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t gen, epOutputs &o) {
+  uint32_t l = p::lane(), me = a.group.rank;
+  bool ok = true;
+  o.rows = a.capacity;
+  o.at = (uint64_t)a.outTokens;
+  if (l < c.ranks && l != me) {
+    const uint64_t *words = (const uint64_t *)(ep_peer(q, me) + a.group.window.outputs) + 2 * l;
+    uint64_t offset = p::ld_acquire_sys(words), rows = p::ld_acquire_sys(words + 1);
+    ok = (uint32_t)(offset >> 32) == gen && (uint32_t)(rows >> 32) == gen;
+    o.rows = (uint32_t)rows;
+    o.at = a.outPeers[l] + 16 * (uint64_t)(uint32_t)offset;
+  } else if (l == me && c.fused) {
+    ok = ep_reached(p::ld_acquire_sys(&ep_state(a.group)->routed), gen);
+  }
+  o.ready = p::ballot(p::FULL, !ok) == 0;
+  p::sync_warp();
+  if (!o.ready) return;
+  o.ready = !c.fused || ep_record_usable(a.recordLayout, a.record);
+  p::fence_proxy_async_global(); /* the stores that follow are the async proxy's */
+}
+
+/* One thread for each peer: where this rank's output is, and that its stream has come so far. */
+template <class C> DEV void ep_outputs_tell(const C c, const epDispatchArgs &a, uint32_t gen) {
+  for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
+    uint64_t *words = (uint64_t *)(ep_window(a.group, r) + a.group.window.outputs) + 2 * a.group.rank;
+    if (r == a.group.rank) continue;
+    p::st_release_sys(words, ep_word(gen, (uint32_t)(a.outOffset / 16)));
+    p::st_release_sys(words + 1, ep_word(gen, a.capacity));
+  }
+}
+
+/* Row i of the chunk straight to its place at the owner of lane `from`'s decision: tokens into the output, the rest of the row
+ * into staging as ever. A row beyond the owner's capacity is dropped there too. */
+template <class C>
+DEV void ep_chunk_place(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epChunk &k, uint32_t i,
+                        uint32_t from, const epOutputs &o) {
+  epConfig plain = ep_plain_config(c);
+  uint32_t dst = p::shfl(p::FULL, k.owner[i], from), row = p::shfl(p::FULL, k.first[i] + k.row[i], from);
+  uint32_t rows = p::shfl(p::FULL, o.rows, dst), stage = ep_stage(q, n) + i * epRowBufferBytes(&plain);
+  uint64_t at = ep_shfl64(o.at, dst);
+  if (p::lane() != 0) return;
+  if (row < rows) p::bulk_s2g((uint8_t *)at + (uint64_t)row * c.rowBytes, stage, c.rowBytes);
+  if (dst != a.group.rank && epTailBytes(&plain))
+    p::bulk_s2g(ep_stage_row(a.group, q, dst, a.group.rank, k.t0 + i) + c.rowBytes, stage + c.rowBytes,
+                epTailBytes(&plain));
+}
+
 /* Stores the chunk's rows, from their stage or straight from the input, to every remote owner. */
 template <class C>
-DEV void ep_chunk_send(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epChunk &k) {
+DEV void ep_chunk_send(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t n, const epChunk &k,
+                       const epOutputs &o) {
   epConfig plain = ep_plain_config(c);
   uint32_t l = p::lane(), stride = epRowBufferBytes(&plain), weightBytes = c.weights ? epWeightBytes(c.topk) : 0;
   uint32_t bytes = c.rowBytes + epTailBytes(&plain);
 #pragma unroll
   for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
     for (uint32_t sends = k.sends[i]; sends; sends &= sends - 1) {
+      if (k.direct) {
+        ep_chunk_place(c, a, q, n, k, i, p::ffs(sends) - 1, o);
+        continue;
+      }
       uint32_t dst = p::shfl(p::FULL, k.owner[i], p::ffs(sends) - 1);
       uint8_t *to = ep_stage_row(a.group, q, dst, a.group.rank, k.t0 + i);
       if (c.bulk) {
@@ -109,6 +181,11 @@ DEV void ep_chunk_send(const C c, const epDispatchArgs &a, const epPipe &q, uint
                            p::ldg<uint32_t>(a.scales + (uint64_t)(k.t0 + i) * c.scaleBytes + w));
       }
     }
+#pragma unroll
+  for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++) {
+    uint32_t own = k.stays[i] ? p::ballot(p::FULL, k.expert[i] >= 0 && k.owner[i] == a.group.rank) : 0;
+    if (own) ep_chunk_place(c, a, q, n, k, i, p::ffs(own) - 1, o);
+  }
   if (c.bulk && l == 0) p::bulk_commit();
 }
 
@@ -119,32 +196,37 @@ DEV void ep_chunk_raise(const C c, const epDispatchArgs &a, const epPipe &q, con
 #pragma unroll
   for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
     if (k.sends[i] >> p::lane() & 1)
-      p::st_release_sys(ep_flag(a.group, q, k.owner[i], a.group.rank, k.t0 / epChunkRows(c.rowBytes)), gen);
+      p::st_release_sys(ep_flag(a.group, q, k.owner[i], a.group.rank, k.t0 / epChunkRows(c.rowBytes)), EP_FLAG(gen, 0));
 }
 
 /* A sender warp's way through its rounds, one chunk each: `now` is loaded, `ahead` asked for. */
 struct epPush {
+  uint32_t gen;
   uint32_t tokens, rounds;     /* of this rank; of all blocks */
   uint32_t ticket, nextTicket; /* of now and ahead */
   epChunk now, ahead;
+  epOutputs outputs;
 };
 
 template <class C>
-DEV void ep_push_fetch(const C c, const epDispatchArgs &a, const epPush &s, uint32_t ticket, epChunk &k) {
+DEV void ep_push_fetch(const C c, const epDispatchArgs &a, const epPipe &q, epPush &s, uint32_t ticket, epChunk &k) {
+  if (c.direct && !s.outputs.ready) ep_outputs_look(c, a, q, s.gen, s.outputs);
+  k.direct = c.direct && s.outputs.ready;
   ep_chunk_fetch(c, a, s.tokens, ticket * epSenders(c.threads) + p::warp(), k);
 }
 
 /* What needs no credit: the first chunk is under way while credits are looked at. */
 template <class C> DEV void ep_push_begin(const C c, const epDispatchArgs &a, const epPipe &q, epPush &s) {
+  s.outputs.ready = false;
   s.ticket = ep_ticket(c, a.pushBlocks, 0);
   s.nextTicket = ep_ticket(c, a.pushBlocks, 1);
-  ep_push_fetch(c, a, s, s.ticket, s.now);
-  ep_push_fetch(c, a, s, s.nextTicket, s.ahead);
+  ep_push_fetch(c, a, q, s, s.ticket, s.now);
+  ep_push_fetch(c, a, q, s, s.nextTicket, s.ahead);
   ep_chunk_targets(c, a, s.now);
   if (c.bulk && s.now.rows) ep_chunk_load(c, a, q, 0, s.now);
 }
 
-template <class C> DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epPipe &q, epPush &s, uint32_t gen) {
+template <class C> DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epPipe &q, epPush &s) {
   epChunk next;
   uint32_t r = 0;
   for (; s.ticket < s.rounds; r++, s.now = next) {
@@ -152,21 +234,22 @@ template <class C> DEV void ep_dispatch_push(const C c, const epDispatchArgs &a,
     s.ticket = s.nextTicket;
     if (s.ticket < s.rounds) {
       s.nextTicket = ep_ticket(c, a.pushBlocks, r + 2);
-      ep_push_fetch(c, a, s, s.nextTicket, s.ahead);
+      ep_push_fetch(c, a, q, s, s.nextTicket, s.ahead);
     }
     ep_chunk_targets(c, a, next);
     if (!c.bulk) {
-      ep_chunk_send(c, a, q, r, s.now);
-      ep_chunk_raise(c, a, q, s.now, gen);
+      ep_chunk_send(c, a, q, r, s.now, s.outputs);
+      ep_chunk_raise(c, a, q, s.now, s.gen);
       continue;
     }
     if (next.rows) ep_chunk_load(c, a, q, r + 1, next);
     if (s.now.rows) ep_stage_arrived(q, r);
-    ep_chunk_send(c, a, q, r, s.now);
+    ep_chunk_send(c, a, q, r, s.now, s.outputs);
     if (r) {
       ep_stores_landed<1>(c);
       ep_post(r - 1);
     }
+    if (c.direct && p::lane() == 0) p::sts<uint32_t>(ep_went(c, r, p::warp()), s.now.direct);
   }
   if (c.bulk && r) {
     ep_stores_landed<0>(c);
@@ -196,6 +279,10 @@ DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q,
     if (l == 0) ep_deal(a.group, a.pushBlocks, r + EP_DEAL_AHEAD, rounds);
     ep_signal_owners(c, a, tokens, chunk * size, l < senders, owner);
     ep_signal_begin(c, r);
+    bool there = l < senders && chunk * size < tokens;
+    bool direct = c.direct && there && p::lds<uint32_t>(ep_went(c, r, l)) != 0;
+    if (c.direct && there) /* where local rows wait for a sender too */
+      p::st_relaxed_sys(ep_flag(a.group, q, a.group.rank, a.group.rank, chunk), EP_FLAG(gen, direct));
     for (uint32_t i = 0; i < size; i++) {
       if (i) ep_signal_owners(c, a, tokens, chunk * size + i, l < senders, owner);
 #pragma unroll
@@ -203,7 +290,7 @@ DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q,
         bool again = owner[k] == a.group.rank;
 #pragma unroll
         for (uint32_t j = 0; j < k; j++) again = again || owner[j] == owner[k];
-        if (!again) p::st_relaxed_sys(ep_flag(a.group, q, owner[k], a.group.rank, chunk), gen);
+        if (!again) p::st_relaxed_sys(ep_flag(a.group, q, owner[k], a.group.rank, chunk), EP_FLAG(gen, direct));
       }
     }
     ep_signal_end(c, r);
@@ -213,6 +300,7 @@ DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q,
 template <class C> DEV void ep_dispatch_senders(const C c, const epDispatchArgs &a, epPipe &q, uint32_t gen) {
   uint32_t size = epChunkRows(c.rowBytes);
   epPush s;
+  s.gen = gen;
   s.tokens = c.fused ? a.numTokens : ep_tokens(a.recordLayout, a.record, a.numTokens);
   s.rounds = ep_rounds(c, (s.tokens + size - 1) / size);
   ep_deal_first(c, a.group, a.pushBlocks, s.rounds);
@@ -223,7 +311,7 @@ template <class C> DEV void ep_dispatch_senders(const C c, const epDispatchArgs 
     return;
   }
   if (!ep_is_signaller(c))
-    ep_dispatch_push(c, a, q, s, gen);
+    ep_dispatch_push(c, a, q, s);
   else if (c.bulk)
     ep_dispatch_signal(c, a, q, s.tokens, s.rounds, gen);
 }
@@ -231,7 +319,7 @@ template <class C> DEV void ep_dispatch_senders(const C c, const epDispatchArgs 
 /* A received row. Lane k: its entry and, expert-major, the first slot of its source there; flat: the row's place in all
  * lanes. */
 struct epArrival {
-  bool there;
+  bool there, direct; /* direct: its tokens are in the output already, and the rest in memory */
   uint32_t s, j, token, entry, first;
 };
 
@@ -279,8 +367,8 @@ DEV void ep_dispatch_scales(const C c, const epDispatchArgs &a, const epPipe &q,
     if (r.s == a.group.rank)
       v = p::ldg<uint32_t>(a.scales + (uint64_t)r.token * c.scaleBytes + w);
     else
-      v = c.bulk ? p::lds<uint32_t>(ep_stage(q, n) + at + w)
-                 : p::ldg<uint32_t>(ep_dispatch_source(c, a, q, r) + at + w);
+      v = c.bulk && !r.direct ? p::lds<uint32_t>(ep_stage(q, n) + at + w)
+                              : p::ldg<uint32_t>(ep_dispatch_source(c, a, q, r) + at + w);
     p::stg<uint32_t>(ep_scale_word(c, a, pos, w), v);
   }
 }
@@ -367,6 +455,7 @@ template <class C>
 DEV bool ep_arrival_next(const C c, const epDispatchArgs &a, const epPipe &q, uint64_t items, epDraw &d, epArrival *r) {
   for (;;) {
     uint64_t i = ep_draw(a.group, d);
+    r->direct = false;
     r->there = i < items;
     if (!r->there) return false;
     r->j = (uint32_t)(i / c.ranks);
@@ -417,11 +506,84 @@ template <class C> DEV void ep_dispatch_epilogue(const C c, const epDispatchArgs
   }
 }
 
+/* A row that was staged after all, by itself. */
+template <class C>
+DEV void ep_direct_staged(const C c, const epDispatchArgs &a, epPipe &q, uint32_t n, uint32_t s, uint32_t j) {
+  const uint32_t *meta = ep_record_meta(c, a.group, a.recordLayout, a.record, s, j);
+  epArrival r;
+  r.there = true;
+  r.direct = false;
+  r.s = s;
+  r.j = j;
+  r.token = p::ldg<uint32_t>(meta);
+  r.entry = p::lane() < c.topk ? p::ldg<uint32_t>(meta + 1 + p::lane()) : EP_NONE;
+  r.first = ep_first_row(c, q, s) + j;
+  ep_dispatch_load_row(c, a, q, n, r);
+  ep_stage_arrived(q, n);
+  ep_dispatch_arrange(c, a, q, n, r);
+}
+
+/* The epilogue of window-backed outputs: what is left of a row that lies in its place is 100 bytes, so a lane takes a row, and few
+ * warps keep up with many senders. Rows that were staged before their sender knew better are moved one by one. */
+template <class C> DEV void ep_direct_epilogue(const C c, const epDispatchArgs &a, epPipe &q, uint32_t gen) {
+  uint32_t warps = (a.blocks - a.pushBlocks) * epSenders(c.threads), l = p::lane(), me = a.group.rank, n = 0;
+  uint32_t index = (p::bid() - a.pushBlocks) * epSenders(c.threads) + p::warp();
+  uint32_t items = (ep_most_rows(c, q) + 31) / 32 * c.ranks, ids = a.globalIdx ? me * (c.experts / c.ranks) : 0;
+  epDraw draw = ep_draw_begin(a.group, index, warps, false);
+  ep_dispatch_fill(c, a, q, index, warps);
+  for (uint32_t i = ep_draw(a.group, draw); i < items; i = ep_draw(a.group, draw)) {
+    uint32_t s = (me + i) % c.ranks, j = i / c.ranks * 32 + l, token = 0, seen = 0;
+    uint32_t pos = ep_first_row(c, q, s) + j;
+    bool there = j < ep_rows(c, q, s), ok = true;
+    const uint32_t *meta = ep_record_meta(c, a.group, a.recordLayout, a.record, s, there ? j : 0);
+    if (there) token = p::ldg<uint32_t>(meta);
+    const uint32_t *flag = ep_flag(a.group, q, me, s, token / epChunkRows(c.rowBytes));
+    /* rows come about in order: while the last has not, one lane looks */
+    uint32_t rows = p::ballot(p::FULL, there);
+    bool last = rows >> l == 1, waits = c.bug != EP_BUG_SKIP_WAIT;
+    if (last && waits) ok = ep_wait_flag(a.group, flag, gen, EP_PHASE_DISPATCH_ROWS, s, &seen);
+    p::sync_warp();
+    if (there && !last && waits) ok = ep_wait_flag(a.group, flag, gen, EP_PHASE_DISPATCH_ROWS, s, &seen);
+    if (p::ballot(p::FULL, !ok)) return;
+    p::sync_warp();
+    bool direct = there && (seen & EP_DIRECT) != 0, fits = direct && pos < a.capacity;
+    const uint8_t *tail = s == me ? nullptr : ep_stage_row(a.group, q, me, s, token) + c.rowBytes;
+    const float *weights = s == me ? a.weights + (uint64_t)token * c.topk : (const float *)tail;
+#pragma unroll
+    for (uint32_t k = 0; k < c.topk; k++) {
+      if (!fits) continue;
+      uint32_t entry = p::ldg<uint32_t>(meta + 1 + k);
+      uint64_t at = (uint64_t)pos * c.topk + k;
+      if (a.outIdx) p::stg<int64_t>(a.outIdx + at, entry == EP_NONE ? -1 : (int64_t)(ids + EP_ENTRY_EXPERT(entry)));
+      if (c.weights) p::stg<float>(a.outWeights + at, entry == EP_NONE ? 0.0f : p::ldg<float>(weights + k));
+    }
+    for (uint32_t m = c.scaleBytes ? p::ballot(p::FULL, fits) : 0; m; m &= m - 1) {
+      epArrival r = {};
+      uint32_t from = p::ffs(m) - 1;
+      r.direct = true;
+      r.s = s;
+      r.token = p::shfl(p::FULL, token, from);
+      ep_dispatch_scales(c, a, q, 0, r, p::shfl(p::FULL, pos, from));
+    }
+    for (uint32_t m = p::ballot(p::FULL, there && !direct); m; m &= m - 1, n++)
+      ep_direct_staged(c, a, q, n, s, i / c.ranks * 32 + p::ffs(m) - 1);
+  }
+}
+
 template <class C> DEV void ep_dispatch(const C c, const epDispatchArgs &a) {
   ep_operation(
-      c, a, [&](uint32_t gen) { return !c.fused || ep_update_inside(c, a.update, gen); },
+      c, a,
+      [&](uint32_t gen) {
+        if (c.direct && p::bid() == a.pushBlocks) ep_outputs_tell(c, a, gen);
+        return !c.fused || ep_update_inside(c, a.update, gen);
+      },
       [&](epPipe &q, uint32_t gen) { ep_dispatch_senders(c, a, q, gen); },
-      [&](epPipe &q, uint32_t gen) { ep_dispatch_epilogue(c, a, q, gen); });
+      [&](epPipe &q, uint32_t gen) {
+        if (c.direct)
+          ep_direct_epilogue(c, a, q, gen);
+        else
+          ep_dispatch_epilogue(c, a, q, gen);
+      });
 }
 
 #endif

@@ -14,7 +14,9 @@
  *   meta        u32 [2][R][B][1+K]  one row for each token that source r sends me: its index there, then for each k
  *                                   EP_ENTRY(local expert, position among r's rows for that expert) or EP_NONE
  *   metaFlags   u32 [R]             generation of the update whose meta rows from r are complete
- *   stageFlags  u32 [R][chunks]     generation of the operation whose chunk of staged rows from r is complete; a chunk is
+ *   outputs     u64 [R][2]          of rank r's running dispatch, when its output lies in a window: (generation << 32 | offset
+ *                                   there in units of 16), (generation << 32 | rows of it)
+ *   stageFlags  u32 [R][chunks]     EP_FLAG of the operation whose chunk of rows from r is complete; a chunk is
  *                                   epChunkRows(row bytes) rows, or in combine a span of one: chunks = rows * spans
  *   credits     u32 [R]             generation of the last operation that peer r has finished reading
  *   stage       u8  [R-1][B][stride] rows on their way: token bytes, K FP32 weights and scales, each padded to 16
@@ -55,6 +57,7 @@
 #define EP_MAX_EXPERTS 2048u    /* per-warp histograms of all experts and ranks fit shared memory */
 #define EP_MAX_ROW_BYTES 65536u /* 16,384 FP32 elements; beyond, a warp would hold up its flag for too long */
 #define EP_ENTRY_POS_BITS 20u
+#define EP_MAX_DIRECT 32u /* ranks of a dispatch into window-backed outputs: a lane knows the output of one */
 #define EP_MAX_ENTRIES (1u << EP_ENTRY_POS_BITS) /* B * K, so that a position fits EP_ENTRY */
 
 /* The word of all rows carries, above the rows, what must be equal on both sides of an update. */
@@ -63,6 +66,10 @@
 #define EP_ROWS_WORD(rows, tag) ((uint32_t)(rows) | (uint32_t)(tag) << EP_ROWS_BITS)
 #define EP_ROWS_OF(word) ((uint32_t)(word) & ((1u << EP_ROWS_BITS) - 1u))
 #define EP_ROWS_TAG_OF(word) ((uint32_t)(word) >> EP_ROWS_BITS)
+
+/* Generation of an operation, and whether its rows lie in the output already, so that only what follows them was staged. */
+#define EP_DIRECT 0x80000000u
+#define EP_FLAG(gen, direct) (((uint32_t)(gen) & ~EP_DIRECT) | ((direct) ? EP_DIRECT : 0u))
 
 #define EP_NONE 0xffffffffu
 #define EP_ENTRY(expert, pos) ((uint32_t)(expert) << EP_ENTRY_POS_BITS | (uint32_t)(pos))
@@ -81,7 +88,7 @@ typedef struct epShape {
 } epShape;
 
 typedef struct epWindowLayout {
-  uint64_t counts, replies, meta, metaFlags, stageFlags, credits, stage, bytes;
+  uint64_t counts, replies, meta, metaFlags, stageFlags, credits, outputs, stage, bytes;
   uint64_t stageStride; /* bytes of a staging row */
   uint32_t chunks;      /* flags per peer */
   uint32_t metaWords;   /* u32 words of a meta row in the window: 1 + group top-k */
@@ -132,6 +139,7 @@ EP_HD epWindowLayout epWindowLayoutOf(epShape s) {
   w.replies = epTake(&at, 2 * 8 * words * s.ranks);
   w.metaFlags = epTake(&at, 4ull * s.ranks);
   w.credits = epTake(&at, 4ull * s.ranks);
+  w.outputs = epTake(&at, 16ull * s.ranks);
   w.stageFlags = epTake(&at, 4ull * s.ranks * w.chunks);
   w.meta = epTake(&at, 2 * 4ull * s.ranks * s.maxTokens * w.metaWords);
   w.stage = epTake(&at, (s.ranks - 1ull) * s.stageRows * w.stageStride);

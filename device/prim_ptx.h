@@ -129,6 +129,9 @@ DEV uint64_t ld_relaxed_sys(const uint64_t *a) {
 DEV void st_release_sys(uint32_t *a, uint32_t v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(a), "r"(v) : "memory");
 }
+DEV void st_release_sys(uint64_t *a, uint64_t v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(a), "l"(v) : "memory");
+}
 DEV void st_release_gpu(uint32_t *a, uint32_t v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(a), "r"(v) : "memory");
 }

@@ -25,6 +25,11 @@ template <class C> DEV epConfig ep_plain_config(const C c) {
   return plain;
 }
 
+DEV uint64_t ep_shfl64(uint64_t v, uint32_t from) {
+  uint32_t lo = p::shfl(p::FULL, (uint32_t)v, from), hi = p::shfl(p::FULL, (uint32_t)(v >> 32), from);
+  return (uint64_t)hi << 32 | lo;
+}
+
 struct epPipe {
   uint32_t stages, bars; /* shared memory addresses of the warp's stages and mbarriers */
   uint32_t table; /* and of what is known of each rank: polls flush the L1, so a table in memory costs a trip each */
@@ -38,6 +43,12 @@ DEV uint32_t ep_signalled_bar(uint32_t round) { return ep_landed_bar(round) + 8 
 DEV uint32_t ep_deal_bar(uint32_t round) { return p::smem_base() + epDealOffset() + 8 * (round % EP_DEALT); }
 DEV uint32_t ep_deal_word(uint32_t round) {
   return p::smem_base() + epDealOffset() + 8 * EP_DEALT + 4 * (round % EP_DEALT);
+}
+/* How sender w's chunk of a round went: read by the signaller when the round has landed. Kept for as many rounds as tickets are: a
+ * sender writes it a round before it waits for the signaller. */
+template <class C> DEV uint32_t ep_went(const C c, uint32_t round, uint32_t w) {
+  uint32_t senders = epSenders(c.threads);
+  return p::smem_base() + epWentOffset(senders) + 4 * (round % EP_DEALT * senders + w);
 }
 DEV uint32_t ep_round_parity(uint32_t round) { return round / EP_SIGNAL_DEPTH & 1; }
 
