@@ -78,6 +78,62 @@ static void queuePairsAreTheCallers(void **state) {
   epWorldRun(&world, queuesBody);
 }
 
+/* ---- Sums that start from rows ------------------------------------------------------------------------------------------ */
+
+static float valueOf(const epTestTensor *t, size_t at) {
+  uint32_t bits = (uint32_t)((const uint16_t *)t->t.data)[at] << 16;
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+/* Experts that give back what they got: y = x * (valid choices) + 2 + 3, all exact. */
+static void biasBody(epTestRank *me) {
+  const epRound *round = me->arg;
+  const uint32_t tokens = round->tokens[me->rank];
+  static const uint16_t two = 0x4000, three = 0x4040;
+  uint16_t rows[2][8 * 64];
+  epTestTensor bias[2], y = {0};
+  epRun run = {0};
+  memset(bias, 0, sizeof(bias));
+  epGroupMake(me, round->c);
+  if (!me->group) return;
+  epRunUpdate(me, &run, round);
+  epRunDispatch(me, &run);
+  for (size_t i = 0; i < 8 * 64; i++) rows[0][i] = two, rows[1][i] = three;
+  ncclEpCombineExtConfig_t ext = NCCL_EP_COMBINE_EXT_CONFIG_INIT;
+  for (int b = 0; b < 2; b++) {
+    epTensorMake(me, &bias[b], base.type, 2, tokens, base.hidden, "bias");
+    if (tokens) epTensorFill(me, &bias[b], rows[b]);
+    ext.bias[b] = &bias[b].t;
+  }
+  epTensorMake(me, &y, base.type, 2, tokens, base.hidden, "sums");
+  ncclEpCombineInputs_t in = NCCL_EP_COMBINE_INPUTS_INIT;
+  ncclEpCombineOutputs_t out = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  in.tokens = &run.out.t, out.tokens = &y.t;
+  EXPECT_OK(me, ncclEpCombineExt(run.handle, &in, &out, NULL, &ext, NULL));
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  for (size_t i = 0; i < (size_t)tokens * base.hidden; i++) {
+    float valid = 0;
+    for (uint32_t k = 0; k < base.topk; k++) valid += round->idx[me->rank][i / base.hidden * base.topk + k] >= 0;
+    float want = valueOf(&run.x, i) * valid + 5;
+    EXPECT(me, valueOf(&y, i) == want, "element %zu is %g instead of %g", i, (double)valueOf(&y, i), (double)want);
+  }
+  epTensorFree(me, &bias[0]), epTensorFree(me, &bias[1]), epTensorFree(me, &y);
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void sumsStartFromBiases(void **state) {
+  epRound round;
+  uint64_t seed = 7;
+  (void)state;
+  epRoundMake(&round, &base, (uint32_t[]){8, 0, 3, 8}, epPickRandom, &seed);
+  epTestWorld world = {.ranks = 4, .seed = 3, .arg = &round};
+  epWorldRun(&world, biasBody);
+  epRoundFree(&round);
+}
+
 /* ---- Records of other groups -------------------------------------------------------------------------------------------- */
 
 /* A record like this group's in all but how its ranks are divided, here by a changed header. */
@@ -195,6 +251,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(propertiesTellWhatIsAsked),
       cmocka_unit_test(queuePairsAreTheCallers),
+      cmocka_unit_test(sumsStartFromBiases),
       cmocka_unit_test(recordsOfOtherDomainsAreRefused),
       cmocka_unit_test(aRankThatStaysAwayIsReported),
   };
