@@ -26,38 +26,56 @@ DEV uint64_t ep_lane_address(uint64_t v, uint32_t from) {
   return (uint64_t)hi << 32 | lo;
 }
 
-/* Whole warp: 16 bytes at `at` of the row of lane `from`; zeros past the end of rows. */
-template <class C> DEV uint4 ep_row_part(const C c, uint64_t address, uint32_t from, uint32_t at) {
-  const uint8_t *row = (const uint8_t *)ep_lane_address(address, from);
-  return at < c.rowBytes ? p::ldg<uint4>(row + at) : ep_zero4();
+/* Sums of the lane's vectors of a part of a row (rail.h). */
+struct epSums {
+  epVec v[EP_WIDE];
+};
+
+DEV void ep_sums_zero(epSums &s) {
+#pragma unroll
+  for (int u = 0; u < EP_WIDE; u++)
+    ep_vec_zero(s.v[u]);
+}
+template <class C> DEV void ep_sums_add(const C c, epSums &s, const epPart &x) {
+#pragma unroll
+  for (int u = 0; u < EP_WIDE; u++)
+    ep_vec_add(c, s.v[u], x.v[u]);
+}
+template <class C> DEV epPart ep_sums_round(const C c, const epSums &s) {
+  epPart x;
+#pragma unroll
+  for (int u = 0; u < EP_WIDE; u++)
+    x.v[u] = ep_vec_round(c, s.v[u]);
+  return x;
 }
 
-template <class C> DEV uint4 ep_sum_own(const C c, const epDomainSum &s, uint32_t at) {
-  epVec sum;
-  ep_vec_zero(sum);
+/* Whole warp: the part at `at` of the row of lane `from`. */
+template <class C> DEV epPart ep_lane_part(const C c, uint64_t address, uint32_t from, uint32_t at) {
+  return ep_part_load((const uint8_t *)ep_lane_address(address, from), at, c.rowBytes);
+}
+
+template <class C> DEV epPart ep_sum_own(const C c, const epDomainSum &s, uint32_t at) {
+  epSums sum;
+  ep_sums_zero(sum);
   for (uint32_t m = s.own; m; m &= m - 1)
-    ep_vec_add(c, sum, ep_row_part(c, s.address, p::ffs(m) - 1, at));
-  return ep_vec_round(c, sum);
+    ep_sums_add(c, sum, ep_lane_part(c, s.address, p::ffs(m) - 1, at));
+  return ep_sums_round(c, sum);
 }
 
-template <class C> DEV uint4 ep_sum_domain(const C c, const epDomainSum &s, uint32_t at) {
-  epVec sum;
-  ep_vec_zero(sum);
+template <class C> DEV epPart ep_sum_domain(const C c, const epDomainSum &s, uint32_t at) {
+  epSums sum;
+  ep_sums_zero(sum);
   for (uint32_t m = s.ranks; m; m &= m - 1) {
     uint32_t from = p::ffs(m) - 1;
-    ep_vec_add(c, sum, s.ownAt >> from & 1 ? ep_sum_own(c, s, at) : ep_row_part(c, s.address, from, at));
+    ep_sums_add(c, sum, s.ownAt >> from & 1 ? ep_sum_own(c, s, at) : ep_lane_part(c, s.address, from, at));
   }
-  return ep_vec_round(c, sum);
+  return ep_sums_round(c, sum);
 }
 
-/* Whole warp: a row made in parts of 16 bytes a lane. */
-template <class C, class F> DEV void ep_make_row(const C c, uint8_t *to, F part) {
-  for (uint32_t base = 0; base < c.rowBytes; base += 512) {
-    uint32_t at = base + 16 * p::lane();
-    uint4 v = part(at);
-    if (at < c.rowBytes)
-      p::stg<uint4>(to + at, v);
-  }
+/* Whole warp: a row made part by part. */
+template <class C, class F> DEV void ep_make_row(const C c, uint8_t *to, F make) {
+  for (uint32_t at = 16 * p::lane(); at - 16 * p::lane() < c.rowBytes; at += EP_PART)
+    ep_part_store(to, at, c.rowBytes, make(at));
 }
 
 /* This rank's slots of row j of source s: where lane k's lies, or EP_NONE when it has none or it was dropped. */
@@ -249,15 +267,19 @@ DEV bool ep_combine_token(const C c, const epHybridCombineArgs &a, const epPlace
   const uint8_t *railed = far ? ep_window(g, w.rank) + ep_rail_row(g, h.layout.rail, w.domain, o, t) : nullptr;
   uint32_t all = p::ballot(p::FULL, last && (far || sum.ranks)), near = p::ballot(p::FULL, last && here);
   ep_make_row(c, b.outTokens + (uint64_t)t * c.rowBytes, [&](uint32_t v) {
-    epVec total;
-    ep_vec_zero(total);
-    if (c.bias && v < c.rowBytes)
-      ep_vec_start(c, b.bias, (uint64_t)t * c.rowBytes + v, total);
+    epSums total;
+#pragma unroll
+    for (uint32_t u = 0; u < EP_WIDE; u++) {
+      if (c.bias && v + 512 * u < c.rowBytes)
+        ep_vec_start(c, b.bias, (uint64_t)t * c.rowBytes + v + 512 * u, total.v[u]);
+      else
+        ep_vec_zero(total.v[u]);
+    }
     for (uint32_t m = all; m; m &= m - 1) {
       uint32_t from = p::ffs(m) - 1;
-      ep_vec_add(c, total, near >> from & 1 ? ep_sum_domain(c, sum, v) : ep_row_part(c, (uint64_t)railed, from, v));
+      ep_sums_add(c, total, near >> from & 1 ? ep_sum_domain(c, sum, v) : ep_lane_part(c, (uint64_t)railed, from, v));
     }
-    return ep_vec_round(c, total);
+    return ep_sums_round(c, total);
   });
   if (c.weights && far)
     weight = p::ldg<uint32_t>(railed + c.rowBytes + 4 * l);

@@ -39,7 +39,8 @@ template <class C> DEV epToken ep_token(const C c, const epDispatchArgs &a, cons
 /* Whole warp: the token's row, its weights and scales to memory. */
 template <class C> DEV void ep_token_store(const C c, const epDispatchArgs &a, const epToken &k, uint8_t *to) {
   uint32_t l = p::lane(), tail = c.rowBytes + (c.weights ? epWeightBytes(c.topk) : 0);
-  ep_row_copy(to, a.tokens + (uint64_t)k.token * c.rowBytes, c.rowBytes);
+  for (uint32_t at = 16 * l; at < c.rowBytes; at += EP_PART)
+    ep_part_store(to, at, c.rowBytes, ep_part_load(a.tokens + (uint64_t)k.token * c.rowBytes, at, c.rowBytes));
   if (c.weights && l < c.topk)
     p::stg<uint32_t>(to + c.rowBytes + 4 * l, k.weight);
   for (uint32_t v = 4 * l; v < c.scaleBytes; v += 128)
@@ -169,13 +170,11 @@ template <class C>
 DEV void ep_hybrid_store(const C c, const epHybridDispatchArgs &a, const uint8_t *row, const uint8_t *scales, uint32_t places,
                          uint32_t pos) {
   const epDispatchArgs &d = a.plain;
-  for (uint32_t base = 0; base < c.rowBytes; base += 512) {
-    uint32_t at = base + 16 * p::lane();
-    uint4 v = at < c.rowBytes ? p::ldg<uint4>(row + at) : ep_zero4();
+  for (uint32_t at = 16 * p::lane(); at - 16 * p::lane() < c.rowBytes; at += EP_PART) {
+    epPart x = ep_part_load(row, at, c.rowBytes);
     for (uint32_t m = places; m; m &= m - 1) {
       uint32_t to = p::shfl(p::FULL, pos, p::ffs(m) - 1);
-      if (at < c.rowBytes)
-        p::stg<uint4>(d.outTokens + (uint64_t)to * c.rowBytes + at, v);
+      ep_part_store(d.outTokens + (uint64_t)to * c.rowBytes, at, c.rowBytes, x);
     }
   }
   for (uint32_t base = 0; base < c.scaleBytes; base += 128) {

@@ -121,6 +121,31 @@ DEV uint64_t *ep_tail_word(const epGroupArgs &g, const epHybridGroup &h, const e
          ((uint64_t)up * w.domains + o) * h.layout.channels + channel;
 }
 
+/* ---- Rows ------------------------------------------------------------------------------------------------------------ */
+
+/* A warp moves EP_PART bytes of a row at a time: EP_WIDE vectors a lane, loaded together, because each load alone is a trip to
+ * memory. */
+#define EP_WIDE 4
+#define EP_PART (512u * EP_WIDE)
+struct epPart {
+  uint4 v[EP_WIDE];
+};
+
+/* The lane's vectors from byte `at` on; zeros past the end. */
+DEV epPart ep_part_load(const uint8_t *row, uint32_t at, uint32_t bytes) {
+  epPart x;
+#pragma unroll
+  for (uint32_t u = 0; u < EP_WIDE; u++)
+    x.v[u] = at + 512 * u < bytes ? p::ldg<uint4>(row + at + 512 * u) : ep_zero4();
+  return x;
+}
+DEV void ep_part_store(uint8_t *row, uint32_t at, uint32_t bytes, const epPart &x) {
+#pragma unroll
+  for (uint32_t u = 0; u < EP_WIDE; u++)
+    if (at + 512 * u < bytes)
+      p::stg<uint4>(row + at + 512 * u, x.v[u]);
+}
+
 /* ---- Tails -------------------------------------------------------------------------------------------------------- */
 
 /* A warp that serves a channel. For each domain shared memory holds how many of its chunks the tail has told, and in the

@@ -11,7 +11,7 @@
 
 /* Equal on all ranks: signals and tails are by channel. A channel is a warp; the sum of a few of its rows in flight must
  * cover the trip over the scale-out link. On the emulated fabric more only cost time. */
-#define EP_CHANNELS 32u
+#define EP_CHANNELS 64u
 #define EP_EMU_CHANNELS 4u
 #define EP_CONTEXTS 4u
 #define EP_EMU_CONTEXTS 2u
