@@ -20,7 +20,8 @@
   X(GIN_WEAK, "gin-weak")                     /* a tail is a weak signal, which waits for no puts */                   \
   X(GIN_WRONG_TAIL, "gin-wrong-tail")         /* a tail says one chunk too many */                                     \
   X(NO_FORWARD_FENCE, "no-forward-fence")     /* a forwarder tells its domain of rows without releasing them */        \
-  X(GIN_SLOT_EARLY, "gin-slot-early")         /* rows put one generation before the rail's credit */
+  X(GIN_SLOT_EARLY, "gin-slot-early")         /* rows put one generation before the rail's credit */                   \
+  X(GIN_NO_FLUSH, "gin-no-flush")             /* an operation ends before the network has read what it put from */
 
 enum epBug {
 #define X(id, name) EP_BUG_##id,

@@ -198,7 +198,7 @@ DEV void ep_channel_tell(const C c, const epHybridGroup &h, const epPlace &w, co
 /* Whole warp: the operation's tails are complete, and what was put from may be written again. */
 template <class C> DEV void ep_channel_end(const C c, const epHybridGroup &h, const epPlace &w, const epChannel &ch) {
   ep_channel_tell(c, h, w, ch, 1u << EP_TAIL_BITS, true);
-  if (p::lane() == 0)
+  if (p::lane() == 0 && c.bug != EP_BUG_GIN_NO_FLUSH)
     p::gin_flush(h.gin, ch.context);
   p::sync_warp();
 }

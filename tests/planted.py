@@ -24,10 +24,11 @@ CAUSES = {
     "gin-weak": r"data race\] hybrid_.*reads window.*no strong signal after the put",
     "gin-wrong-tail": r"data race\] hybrid_.*reads window.*no strong signal after the put",
     "no-forward-fence": r"data race\] hybrid_dispatch.*reads window.*of rank \d+'s GIN",
+    "gin-no-flush": r"data race\] hybrid_.*no flush of the put's context",
     "gin-slot-early": r"data race\] hybrid_.*\(rail\.h:\d+\) writes window",
 }
 # Faults of hybrid kernels need two domains, and rows so long that a channel has several chunks.
-HYBRID = ["gin-signal-first", "gin-weak", "gin-wrong-tail", "no-forward-fence", "gin-slot-early"]
+HYBRID = ["gin-signal-first", "gin-weak", "gin-wrong-tail", "no-forward-fence", "gin-slot-early", "gin-no-flush"]
 
 
 def run(bench, *more):
