@@ -87,7 +87,7 @@ static void sizesFollowTheLinks(void **state) {
   ncclEpBufferSize_t plain, fitted;
   epHybridBufferSize(&cluster, &shape, &plain);
   assert_int_equal(plain.gin_contexts, 4);
-  assert_int_equal(plain.gin_signals, epSignalCount(2, 32));
+  assert_int_equal(plain.gin_signals, epSignalCount(2, 64));
   assert_int_equal(setenv("NCCL_EP_NVLINK_GBS", "450", 1) | setenv("NCCL_EP_NIC_GBS", "50", 1), 0);
   epHybridBufferSize(&cluster, &shape, &fitted);
   epLinks h100 = {450, 50};
