@@ -113,8 +113,8 @@ ncclResult_t epLaunchKernel(struct ncclEpGroup *g, epKernel *kernel, const epLau
   return g->be->ops->launch(g->be, kernel, &wide, stream);
 }
 
-/* Dispatch: a warp for each channel sends, one block forwards. Combine: pushers have as much to read as the others, so they
- * get half of what the channels leave. All roles have a block at least; none waits for a later one. */
+/* Dispatch: a warp for each channel sends, one block forwards. Combine: a warp for each channel forwards, the others push and
+ * reduce, half of them each where the links have not told more. All roles have a block at least; none waits for a later one. */
 ncclResult_t epPolicyHybridMove(const epTopology *t, unsigned sms, int kernelId, epConfig *config, epGrid *grid) {
   unsigned channels, blocks;
   config->scaleUp = (uint32_t)t->scaleUpRanks;
@@ -126,7 +126,7 @@ ncclResult_t epPolicyHybridMove(const epTopology *t, unsigned sms, int kernelId,
   grid->threads = config->threads;
   grid->smemBytes = epHybridMoveSmem(config);
   grid->blocks = blocks;
-  grid->pushBlocks = kernelId == EP_KERNEL_DISPATCH ? channels : (blocks - channels) / 2;
+  grid->pushBlocks = kernelId == EP_KERNEL_DISPATCH ? channels : epLinkPushers(&t->plan, blocks - channels);
   return ncclSuccess;
 }
 

@@ -7,6 +7,8 @@
  * that takes a row every 0.15 us needs several. An assumption: it is to be measured on a NIC. */
 #define EP_POST_SECONDS 1e-6
 #define EP_MOST_CONTEXTS 16u
+/* A reducer stores one row a token and reads several: that costs about one more. */
+#define EP_REDUCE_ROWS 2.0
 
 static uint32_t up(double x) {
   uint32_t n = (uint32_t)x;
@@ -35,26 +37,32 @@ epLinkRows epLinkRowsOf(uint32_t scaleOut, uint32_t scaleUp, uint32_t experts, u
 
 epLinkPlan epLinkPlanOf(const epLinks *links, uint32_t scaleOut, uint32_t scaleUp, uint32_t experts, uint32_t topk,
                         uint32_t rowBytes, uint32_t warps) {
-  epLinkPlan plan = {0, 0, 0, 0};
+  epLinkPlan plan = {0, 0, 0, 0, 0, 0};
   epLinkRows r = epLinkRowsOf(scaleOut, scaleUp, experts, topk);
-  double nic, nvlink, busiest, forward, dispatch, combine, posts;
+  double nic, nvlink, busiest, blocks, posts;
+  uint32_t dispatch, combine;
   if (scaleOut < 2 || !(links->nicGbs > 0) || (scaleUp > 1 && !(links->nvlinkGbs > 0))) return plan;
   nic = r.domains / (EP_NIC_SHARE * links->nicGbs);
   nvlink = scaleUp > 1 ? r.nvlink / (EP_NVLINK_SHARE * links->nvlinkGbs) : 0;
   busiest = nic > nvlink ? nic : nvlink;
   if (!(busiest > 0)) return plan;
   plan.nicBound = nic >= nvlink;
-  /* Rows stored in the time that the busiest link takes for a token, over what an SM stores in it. */
-  forward = r.sent > r.domains ? r.sent : r.domains;
-  dispatch = r.sent + r.ranks;
-  combine = r.ranks + r.domains + 1;
-  plan.sendBlocks = up(EP_HEADROOM * forward / (busiest * EP_SM_STORE_GBS));
-  /* One more watches the tails. */
-  plan.sms = 1 + up(EP_HEADROOM * (dispatch > combine ? dispatch : combine) / (busiest * EP_SM_STORE_GBS));
-  if (plan.sms < plan.sendBlocks + 2) plan.sms = plan.sendBlocks + 2;
+  /* For each row that a role stores for a token: what the busiest link takes for the token, over what an SM stores in that time. */
+  blocks = EP_HEADROOM / (busiest * EP_SM_STORE_GBS);
+  plan.sendBlocks = up(blocks * (r.sent > r.domains ? r.sent : r.domains));
+  plan.pushBlocks = up(blocks * r.ranks);
+  plan.reduceBlocks = up(blocks * EP_REDUCE_ROWS);
+  dispatch = plan.sendBlocks + 1 + up(blocks * r.ranks); /* one watches the tails, the others copy to the output */
+  combine = plan.sendBlocks + plan.pushBlocks + plan.reduceBlocks;
+  plan.sms = dispatch > combine ? dispatch : combine;
   posts = EP_NIC_SHARE * links->nicGbs * 1e9 / rowBytes * EP_POST_SECONDS;
   plan.contexts = up(posts / (scaleOut - 1));
   if (plan.contexts > EP_MOST_CONTEXTS) plan.contexts = EP_MOST_CONTEXTS;
   if (plan.contexts > plan.sendBlocks * warps) plan.contexts = plan.sendBlocks * warps;
   return plan;
+}
+
+uint32_t epLinkPushers(const epLinkPlan *plan, uint32_t blocks) {
+  uint32_t roles = plan->pushBlocks + plan->reduceBlocks, push = roles ? blocks * plan->pushBlocks / roles : blocks / 2;
+  return push < 1 ? 1 : push >= blocks ? blocks - 1 : push;
 }

@@ -32,13 +32,16 @@ epLinkRows epLinkRowsOf(uint32_t scaleOut, uint32_t scaleUp, uint32_t experts, u
 
 /* What a group should take. All 0 where a rate that matters is not known: the caller has defaults. */
 typedef struct epLinkPlan {
-  uint32_t sendBlocks; /* blocks whose warps are channels: dispatch's senders, combine's forwarders */
-  uint32_t sms;        /* blocks of dispatch and combine in all */
-  uint32_t contexts;   /* GIN contexts: queue pairs to each peer */
-  int nicBound;        /* the NIC is the busiest link, else NVLink */
+  uint32_t sendBlocks;               /* blocks whose warps are channels: dispatch's senders, combine's forwarders */
+  uint32_t pushBlocks, reduceBlocks; /* combine's others */
+  uint32_t sms;                      /* blocks of dispatch and combine in all */
+  uint32_t contexts;                 /* GIN contexts: queue pairs to each peer */
+  int nicBound;                      /* the NIC is the busiest link, else NVLink */
 } epLinkPlan;
 /* rowBytes: the narrowest row that is to run at full rate. warps: of a block. */
 epLinkPlan epLinkPlanOf(const epLinks *links, uint32_t scaleOut, uint32_t scaleUp, uint32_t experts, uint32_t topk,
                         uint32_t rowBytes, uint32_t warps);
+/* Pushers among `blocks` of combine that do not forward, at least two; half where there is no plan. */
+uint32_t epLinkPushers(const epLinkPlan *plan, uint32_t blocks);
 
 #endif

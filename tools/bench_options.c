@@ -12,6 +12,8 @@
 #include "bugs.h"
 #include "failure.h"
 
+#define RUN_RANKS 1024u
+#define MAX_RANKS 2048u       /* of --model */
 #define MAX_TOKENS (1u << 20) /* the library's own limit is lower with a top-k above 1 */
 
 enum {
@@ -54,7 +56,8 @@ enum {
   OPT_HOST_TIME,
   OPT_COMPARE,
   OPT_SM_CURVE,
-  OPT_PLOT
+  OPT_PLOT,
+  OPT_MODEL
 };
 
 static const struct argp_option optionTable[] = {
@@ -121,6 +124,10 @@ static const struct argp_option optionTable[] = {
      0},
     {"sm-curve", OPT_SM_CURVE, "LIST", 0, "measure the operations with each of these numbers of SMs", 0},
     {"plot", OPT_PLOT, "FILE", 0, "draw the result: FILE.svg or FILE.html", 0},
+    {"model", OPT_MODEL, "FILE", 0,
+     "emulated: run nothing, but predict times and the busiest link on the machine that a file describes "
+     "(docs/models/), for up to 2048 ranks",
+     0},
     {"json", OPT_JSON, "FILE", 0, "write everything to a file, too", 0},
     {0}};
 
@@ -163,8 +170,9 @@ static void parseTopology(const char *text, epFabricOptions *fabric, struct argp
   char *end;
   unsigned long out = strtoul(text, &end, 10), up = 0;
   if (*end == 'x') up = strtoul(end + 1, &end, 10);
-  if (*end || out < 1 || up < 1 || out > 1024 || up > 1024 || out * up > 1024)
-    argp_error(state, "--topology %s: expected OxU, for example 1x8, with at most 1024 ranks", text);
+  if (*end || out < 1 || up < 1 || out > MAX_RANKS || up > MAX_RANKS || out * up > MAX_RANKS)
+    argp_error(state, "--topology %s: expected OxU, for example 1x8, with at most %u ranks (with --model %u)", text,
+               RUN_RANKS, MAX_RANKS);
   fabric->scaleOut = (unsigned)out;
   fabric->scaleUp = (unsigned)up;
 }
@@ -325,6 +333,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
   case OPT_SM_CURVE:
     parseCurve(text, o, state);
     break;
+  case OPT_MODEL:
+    o->modelPath = text;
+    break;
   case OPT_PLOT:
     end = strrchr(text, '.');
     if (!end || (strcmp(end, ".svg") != 0 && strcmp(end, ".html") != 0))
@@ -431,11 +442,31 @@ static int checkWritable(const char *option, const char *path) {
   return 0;
 }
 
+/* What a prediction cannot do must not look as if it had been done. */
+static int checkModel(epBenchOptions *o) {
+  if (o->modelPath && o->fabric.kind == EP_FABRIC_CUDA)
+    return epToolFail("--model %s: nothing runs on GPUs: expected --backend emu", o->modelPath);
+  if (o->modelPath && (o->check || o->backward || o->schedules != 1 || o->bugText || o->compare || o->curveCount ||
+                       o->plotPath || o->limits || o->parts || o->graph || o->hostTime))
+    return epToolFail("--model %s: nothing is run: expected none of --check, --backward, --schedules, --bug, "
+                      "--compare, --sm-curve, --plot, "
+                      "--limits, --profile-parts, --graph and --host-time",
+                      o->modelPath);
+  if (o->modelPath && (o->algo == 1 || o->layout > EP_REF_EXPERT_MAJOR))
+    return epToolFail("--model %s: high throughput only: expected --layout flat or expert-major", o->modelPath);
+  if (!o->modelPath && o->fabric.scaleOut * o->fabric.scaleUp > RUN_RANKS)
+    return epToolFail("--topology %ux%u: expected at most %u ranks, or --model", o->fabric.scaleOut, o->fabric.scaleUp,
+                      RUN_RANKS);
+  if (o->modelPath) o->fabric.kind = EP_FABRIC_EMU;
+  return 0;
+}
+
 int epBenchResolve(epBenchOptions *o) {
-  int gpus, launched = epFabricLaunchedRanks(), cuda;
-  if (launched < 0) return -1;
+  int gpus, launched = epFabricLaunchedRanks(), cuda, real; /* real: sizes are those of real layers */
+  if (launched < 0 || checkModel(o)) return -1;
   o->fabric.kind = epFabricChoose(o->fabric.kind, &gpus, NULL);
   cuda = o->fabric.kind == EP_FABRIC_CUDA;
+  real = cuda || o->modelPath;
   if (!o->fabric.scaleUp && !cuda) {
     o->fabric.scaleOut = 1;
     o->fabric.scaleUp = 4;
@@ -467,8 +498,9 @@ int epBenchResolve(epBenchOptions *o) {
   if (o->curveCount && getenv("NCCL_EP_NUM_SMS"))
     return epToolFail("--sm-curve: NCCL_EP_NUM_SMS=%s overrides every number of it: expected it unset",
                       getenv("NCCL_EP_NUM_SMS"));
-  o->tokensText = o->tokensText ? o->tokensText : cuda ? "4096" : "16";
-  o->hidden = o->hidden ? o->hidden : cuda ? 7168 : 512;
+  o->tokensText = o->tokensText ? o->tokensText : real ? "4096" : "16";
+  o->hidden = o->hidden ? o->hidden : real ? 7168 : 512;
+  if (!o->experts && o->modelPath) o->experts = (255 + o->ranks) / o->ranks * o->ranks;
   o->experts = o->experts ? o->experts : cuda ? 256 : 8 * o->ranks;
   o->warmup = o->warmup != UINT_MAX ? o->warmup : cuda ? 10 : 0;
   o->iters = o->iters != UINT_MAX ? o->iters : cuda ? 50 : 1;

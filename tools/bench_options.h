@@ -32,7 +32,7 @@ typedef struct epBenchOptions {
   int compare;                                 /* beside others' transfers, interleaved */
   const char *compareText;                     /* its cases; NULL: the run's own layout and tokens */
   unsigned curve[EP_BENCH_POINTS], curveCount; /* SMs of --sm-curve */
-  const char *plotPath;
+  const char *plotPath, *modelPath;
   char command[1024];
 } epBenchOptions;
 

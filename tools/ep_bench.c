@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "bench_compare.h"
+#include "bench_model.h"
 #include "bench_options.h"
 #include "bench_plot.h"
 #include "bench_result.h"
@@ -70,6 +71,10 @@ int main(int argc, char **argv) {
     runComparison(&result, cases, count);
   } else {
     if (epBenchResolve(&options)) goto done;
+    if (options.modelPath) {
+      epBenchModel(&options);
+      goto done;
+    }
     for (unsigned i = 0; i < options.schedules && !epToolFailures(); i++) {
       runSchedule(&bench, options.seed + i);
       showProgress(&options, i + 1);
