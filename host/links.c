@@ -6,6 +6,7 @@
 /* Putting a row: a slot of the queue, its descriptor, the doorbell. Posts to one queue pair come one after the other, so a NIC
  * that takes a row every 0.15 us needs several. An assumption: it is to be measured on a NIC. */
 #define EP_POST_SECONDS 1e-6
+#define EP_ROW_POSTS 2 /* the row, and the signal that moves its channel's tail */
 #define EP_MOST_CONTEXTS 16u
 /* A reducer stores one row a token and reads several: that costs about one more. */
 #define EP_REDUCE_ROWS 2.0
@@ -39,7 +40,7 @@ epLinkPlan epLinkPlanOf(const epLinks *links, uint32_t scaleOut, uint32_t scaleU
                         uint32_t rowBytes, uint32_t warps) {
   epLinkPlan plan = {0, 0, 0, 0, 0, 0};
   epLinkRows r = epLinkRowsOf(scaleOut, scaleUp, experts, topk);
-  double nic, nvlink, busiest, blocks, posts;
+  double nic, nvlink, busiest, block = warps * EP_WARP_GBS, blocks, posts;
   uint32_t dispatch, combine;
   if (scaleOut < 2 || !(links->nicGbs > 0) || (scaleUp > 1 && !(links->nvlinkGbs > 0))) return plan;
   nic = r.domains / (EP_NIC_SHARE * links->nicGbs);
@@ -47,15 +48,15 @@ epLinkPlan epLinkPlanOf(const epLinks *links, uint32_t scaleOut, uint32_t scaleU
   busiest = nic > nvlink ? nic : nvlink;
   if (!(busiest > 0)) return plan;
   plan.nicBound = nic >= nvlink;
-  /* For each row that a role stores for a token: what the busiest link takes for the token, over what an SM stores in that time. */
-  blocks = EP_HEADROOM / (busiest * EP_SM_STORE_GBS);
+  /* For each row that a role stores for a token: blocks that store it in the time that the busiest link takes for the token. */
+  blocks = EP_HEADROOM / (busiest * (block < EP_SM_STORE_GBS ? block : EP_SM_STORE_GBS));
   plan.sendBlocks = up(blocks * (r.sent > r.domains ? r.sent : r.domains));
   plan.pushBlocks = up(blocks * r.ranks);
   plan.reduceBlocks = up(blocks * EP_REDUCE_ROWS);
   dispatch = plan.sendBlocks + 1 + up(blocks * r.ranks); /* one watches the tails, the others copy to the output */
   combine = plan.sendBlocks + plan.pushBlocks + plan.reduceBlocks;
   plan.sms = dispatch > combine ? dispatch : combine;
-  posts = EP_NIC_SHARE * links->nicGbs * 1e9 / rowBytes * EP_POST_SECONDS;
+  posts = EP_ROW_POSTS * EP_NIC_SHARE * links->nicGbs * 1e9 / rowBytes * EP_POST_SECONDS;
   plan.contexts = up(posts / (scaleOut - 1));
   if (plan.contexts > EP_MOST_CONTEXTS) plan.contexts = EP_MOST_CONTEXTS;
   if (plan.contexts > plan.sendBlocks * warps) plan.contexts = plan.sendBlocks * warps;

@@ -29,6 +29,7 @@ epLinkRows epLinkRowsOf(uint32_t scaleOut, uint32_t scaleUp, uint32_t experts, u
   0.77                    /* of the stated rate that stores of both directions reach: 343 to 365 of 450 GB/s measured */
 #define EP_NIC_SHARE 0.95 /* of the stated rate: 46 to 49 of 50 GB/s is what RDMA writes of such rows reach */
 #define EP_SM_STORE_GBS 43.0 /* one SM's stores over NVLink: 4 reach 182, 8 reach 348 GB/s */
+#define EP_WARP_GBS 2.9      /* one warp's, of hybrid's kernels: 2 KB loaded together, 0.7 us until they are there */
 
 /* What a group should take. All 0 where a rate that matters is not known: the caller has defaults. */
 typedef struct epLinkPlan {

@@ -135,7 +135,7 @@ static void showSums(const epLinks *links) {
 
 void infoSums(void) {
   static const char meaning[] =
-      "several scale-up domains take the whole GPU, 32 channels and 4 queue pairs a peer; set "
+      "several scale-up domains take the whole GPU, and fixed numbers of channels and queue pairs; set "
       "NCCL_EP_NVLINK_GBS and NCCL_EP_NIC_GBS to have them computed";
   const epCuDriver *cu;
   epPciAddress pci = {0, 0, 0};

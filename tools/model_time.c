@@ -11,7 +11,7 @@
 
 /* As the library's policy has them. */
 #define EP_MODEL_WARPS 8u
-#define EP_MODEL_CHANNELS 32u /* where the links are not known */
+#define EP_MODEL_CHANNELS 64u /* where the links are not known */
 #define EP_MODEL_CONTEXTS 4u
 #define EP_MODEL_PLAIN_SENDERS 28u
 #define EP_MODEL_STEPS 128u
@@ -170,13 +170,18 @@ static void closePipe(epPipe *p, const stage *last) {
 
 /* ---- Operations ------------------------------------------------------------------------------------------------- */
 
+/* Kernels of one domain move rows in bulk. */
+static double smRate(const epModelMachine *m, const epModelShape *s) {
+  return s->scaleOut == 1 ? m->smGbs : fmin(m->smGbs, EP_MODEL_WARPS * EP_WARP_GBS);
+}
+
 static double outputRows(const epModelShape *s, const epModelRank *r) { return s->outputRows ? r->slots : r->received; }
 
 int epModelDispatch(const epModelMachine *m, const epModelShape *s, const epModelLaunch *l, const epModelTraffic *t,
                     epModelTime *out) {
   double nearFirst[EP_MODEL_STEPS], nearLast[EP_MODEL_STEPS], farFirst[EP_MODEL_STEPS], farLast[EP_MODEL_STEPS];
-  double hop = s->scaleUp > 1 ? m->nvlinkUs : 0, sendGbs = m->smGbs * l->sendBlocks;
-  double copyGbs = m->smGbs * (l->sms - l->sendBlocks - (s->scaleOut > 1)), hbm = m->hbmGbs * m->hbmShare;
+  double hop = s->scaleUp > 1 ? m->nvlinkUs : 0, sm = smRate(m, s), sendGbs = sm * l->sendBlocks;
+  double copyGbs = sm * (l->sms - l->sendBlocks - (s->scaleOut > 1)), hbm = m->hbmGbs * m->hbmShare;
   epPipe p;
   if (openPipe(&p, m, s, l, t, s->dispatchBytes, out)) return -1;
   stage send = newStage(&p), nicOut = newStage(&p), nicIn = newStage(&p), near = newStage(&p), far = newStage(&p);
@@ -224,9 +229,9 @@ int epModelDispatch(const epModelMachine *m, const epModelShape *s, const epMode
 int epModelCombine(const epModelMachine *m, const epModelShape *s, const epModelLaunch *l, const epModelTraffic *t,
                    epModelTime *out) {
   double first[EP_MODEL_STEPS], last[EP_MODEL_STEPS], hop = s->scaleUp > 1 ? m->nvlinkUs : 0;
-  double hbm = m->hbmGbs * m->hbmShare, forwardGbs = m->smGbs * l->sendBlocks;
-  double pushGbs = m->smGbs * l->pushBlocks;
-  double reduceGbs = m->smGbs * (l->sms - l->pushBlocks - (s->scaleOut > 1 ? l->sendBlocks : 0));
+  double hbm = m->hbmGbs * m->hbmShare, sm = smRate(m, s), forwardGbs = sm * l->sendBlocks;
+  double pushGbs = sm * l->pushBlocks;
+  double reduceGbs = sm * (l->sms - l->pushBlocks - (s->scaleOut > 1 ? l->sendBlocks : 0));
   epPipe p;
   if (openPipe(&p, m, s, l, t, s->combineBytes, out)) return -1;
   stage pushed = newStage(&p), nvOut = newStage(&p), nvIn = newStage(&p), forward = newStage(&p);
