@@ -131,8 +131,8 @@ typedef struct epDispatchArgs {
   uint32_t globalIdx;               /* outIdx holds global ids instead of local ones */
   uint32_t zeroPad;                 /* expert-major: zero-fill padding rows */
   uint32_t pushBlocks, blocks;      /* blocks [0, pushBlocks) send, the rest run the epilogue */
-  uint64_t outPeers[EP_MAX_DIRECT]; /* when cfg.direct: base of each rank's part of the output's window */
-  uint64_t outOffset;               /* of my output in it */
+  uint64_t outPeers[EP_MAX_DIRECT]; /* when cfg.direct: where the offsets that rank r tells begin (host/direct.c) */
+  uint64_t outOffset;               /* that this rank tells, of its output */
   epUpdateArgs update;              /* when cfg.fused: by the first blocks of the epilogue, before it */
 } epDispatchArgs;
 

@@ -109,7 +109,7 @@ static ncclResult_t epDispatchInputs(const char *call, const struct ncclEpHandle
 
 static ncclResult_t epDispatchTokensOut(const char *call, const struct ncclEpHandle *h,
                                         const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
-                                        epDispatchArgs *a) {
+                                        epDispatchArgs *a, void **shared) {
   const epArgName tokens = {call, "outputs.tokens"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
@@ -123,7 +123,7 @@ static ncclResult_t epDispatchTokensOut(const char *call, const struct ncclEpHan
   if (r == ncclSuccess && epCountsKnown(h) && out->tokens->sizes[0] < h->counts->totalPadded && !g->budget)
     r = epFail(ncclInvalidArgument, "%s: outputs.tokens.sizes[0] is %zu: the routing needs %u rows", call,
                out->tokens->sizes[0], h->counts->totalPadded);
-  if (r == ncclSuccess) r = epTensorAddress(tokens, g->be, out->tokens, EP_ROW_ALIGN, &dev);
+  if (r == ncclSuccess) r = epTensorShared(tokens, g->be, out->tokens, EP_ROW_ALIGN, &dev, shared);
   if (r != ncclSuccess) return r;
   a->outTokens = dev;
   a->capacity = (uint32_t)out->tokens->sizes[0];
@@ -248,6 +248,8 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   epKernel *kernel;
   epLaunch launch;
   int capturing = 0;
+  void *shared = NULL;
+  const char *obstacle;
   ncclResult_t r = epHandleFind(call, h);
   if (r != ncclSuccess) return r;
   g = h->group;
@@ -257,18 +259,21 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   if (r == ncclSuccess) r = epDispatchConfigCheck(call, config, info);
   if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epDispatchInputs(call, h, in, forward, &rowBytes, &a);
-  if (r == ncclSuccess) r = epDispatchTokensOut(call, h, in, out, &a);
+  if (r == ncclSuccess) r = epDispatchTokensOut(call, h, in, out, &a, &shared);
   if (r == ncclSuccess) r = epDispatchExtrasOut(call, h, out, forward, &a);
   if (r == ncclSuccess) r = epDispatchScaleOptions(call, ext, config->quant_recipe == NCCL_EP_DISP_QUANT_FWD, &a);
   if (r == ncclSuccess) r = epDispatchScales(call, h, in, out, config, rowBytes, &scaleBytes, &a);
   if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
   kc.scaleBytes = scaleBytes;
+  obstacle = epDirectOutput(h, out->tokens, shared, &kc, &a);
   if (h->pending.on) {
     epMoveFused(&kc, h->pending.indices.bytes);
     r = g->be->ops->isCapturing(g->be, stream, &capturing);
   }
-  if (r == ncclSuccess) r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms), EP_KERNEL_DISPATCH, &kc, &grid);
+  if (r == ncclSuccess)
+    r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms), EP_KERNEL_DISPATCH, &kc, &grid);
+  if (r == ncclSuccess) r = epDirectAsked(call, g, &kc, obstacle);
   if (r == ncclSuccess && !kc.fused) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_DISPATCH, &kc, stream, &kernel);
   if (r != ncclSuccess) return r;

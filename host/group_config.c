@@ -7,11 +7,14 @@
 static const char call[] = "ncclEpCreateGroup";
 
 /* What belongs to later versions of this library: refused by name, never pretended. */
-static ncclResult_t epGroupConfigSupported(const ncclEpGroupConfig_t *c) {
+static ncclResult_t epGroupConfigSupported(const ncclEpGroupConfig_t *c, const epTopology *topology) {
   if (c->enable_mask) return epFail(ncclInvalidUsage, "%s: enable_mask is not supported yet: expected 0", call);
-  if (c->zero_copy == NCCL_EP_ZERO_COPY_ON)
-    return epFail(ncclInvalidUsage, "%s: zero_copy NCCL_EP_ZERO_COPY_ON is not supported yet: expected AUTO or OFF",
-                  call);
+  if (c->zero_copy == NCCL_EP_ZERO_COPY_ON &&
+      (c->algorithm == NCCL_EP_ALGO_LOW_LATENCY || topology->scaleOutRanks > 1 || topology->ranks > (int)EP_MAX_DIRECT))
+    return epFail(ncclInvalidUsage,
+                  "%s: zero_copy NCCL_EP_ZERO_COPY_ON is not supported yet in low latency, across scale-up domains and "
+                  "for more than %u ranks: expected AUTO or OFF",
+                  call, EP_MAX_DIRECT);
   if (c->overflow_policy == NCCL_EP_OVERFLOW_TRAP)
     return epFail(ncclInvalidUsage,
                   "%s: overflow_policy NCCL_EP_OVERFLOW_TRAP is not supported yet: expected AUTO or DROP", call);
@@ -49,7 +52,7 @@ ncclResult_t epGroupConfigCheck(const ncclEpGroupConfig_t *given, const epTopolo
                            given->max_dispatch_tokens_per_rank, given->max_token_bytes, 1};
   uint64_t number;
   ncclResult_t r = epGroupConfigValues(given);
-  if (r == ncclSuccess) r = epGroupConfigSupported(given);
+  if (r == ncclSuccess) r = epGroupConfigSupported(given, topology);
   if (r == ncclSuccess) r = epShapeOf(call, &request, shape);
   if (r != ncclSuccess) return r;
   if (topology->scaleOutRanks > 1 && (!topology->gin || given->algorithm == NCCL_EP_ALGO_LOW_LATENCY))

@@ -14,6 +14,9 @@
 #define EP_PUSH_BLOCKS_DISPATCH_MAJOR 16u
 #define EP_LONG_ROW 8192u
 #define EP_PUSH_BLOCKS_COMBINE_FLAT 28u
+/* Into the peers' outputs senders store all rows, this rank's own too, and the epilogue is left with weights, indices, scales
+ * and what comes staged: an eighth of the blocks, two at least so that one can be routing and one waiting. */
+#define EP_DIRECT_RECEIVERS(blocks) ((blocks) / 8 > 2 ? (blocks) / 8 : 2)
 
 /* Warps of a block that moves rows, beside the signaller: 8 with two stages of a whole row each were faster than 16 or
  * 24 with smaller stages (combine from expert-major, T = 4096: 267, 293 and 338 us). */
@@ -22,7 +25,7 @@
 /* Few large blocks: each reads the histograms of all before it, so more blocks cost more than they save. 128 tokens are
  * 8 a warp. */
 #define EP_UPDATE_TOKENS_A_BLOCK 128u
-#define EP_FUSED_TOKENS_A_BLOCK 64u /* inside a dispatch, whose blocks have half as many warps */
+#define EP_FUSED_TOKENS_A_BLOCK 64u     /* inside a dispatch, whose blocks have half as many warps */
 #define EP_EMU_UPDATE_TOKENS_A_BLOCK 8u /* there blocks are for meeting each other */
 /* On the emulated fabric a thread is a fiber: two warps a block are what its checks need, more cost only time. */
 #define EP_EMU_WARPS 2u
@@ -64,6 +67,8 @@ unsigned epPolicyFusedBlocks(const epTopology *topology, const epGrid *grid, uin
 static unsigned epPushBlocks(int kernelId, const epConfig *config, unsigned blocks) {
   unsigned half = blocks / 2;
   int major = config->layout != EP_LAYOUT_KIND_FLAT && config->rowBytes >= EP_LONG_ROW;
+  if (kernelId == EP_KERNEL_DISPATCH && config->direct && blocks > 2 * EP_DIRECT_RECEIVERS(blocks))
+    return blocks - EP_DIRECT_RECEIVERS(blocks);
   if (kernelId == EP_KERNEL_DISPATCH)
     return least(major ? EP_PUSH_BLOCKS_DISPATCH_MAJOR : EP_PUSH_BLOCKS_DISPATCH, half);
   return config->layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_COMBINE_FLAT, half) : blocks * 2 / 3;
@@ -84,6 +89,7 @@ ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned
                   "%s: a row of %u bytes takes %u bytes of shared memory: a block of this device has %u", call,
                   config->rowBytes, epMoveSmem(config), smem);
   if (config->fused && epUpdateSmem(config) > smem) config->fused = config->indexBytes = 0;
+  config->direct = config->direct && config->bulk; /* only they are stored into the peers' outputs */
   grid->threads = config->threads;
   grid->smemBytes = epMoveSmem(config);
   grid->blocks = sms;

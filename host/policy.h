@@ -15,7 +15,8 @@ typedef struct epGrid {
 unsigned epPolicySms(const epTopology *topology, unsigned limit);
 /* Sets config->threads and config->bulk, and gives the grid. `tokens`: T. Fails when a row does not fit a block. */
 ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t tokens, epConfig *config, epGrid *grid);
-/* Takes config->fused away where the histograms of an update do not fit beside a dispatch's few warps. */
+/* Takes config->fused away where the histograms of an update do not fit beside a dispatch's few warps, and config->direct
+ * where there are no bulk copies. */
 ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned sms, int kernelId, epConfig *config,
                           epGrid *grid);
 

@@ -78,6 +78,7 @@ static ncclResult_t epPrepareMove(const struct ncclEpGroup *g, const ncclEpPrepa
     r = epFail(ncclInvalidArgument, "%s: num_bias is %u: expected at most 2", call, c->num_bias);
   if (r != ncclSuccess) return r;
   if (combine) kc.bias = c->num_bias;
+  if (!combine && c->window_output) kc.direct = epMayGoDirect(g, c->layout);
   if (fused) epMoveFused(&kc, epTypeBytes(c->index_type));
   r = epPolicyMove(call, &g->topology, g->sms, id, &kc, &grid);
   if (r == ncclSuccess && (kc.fused || !fused)) epWishAdd(wishes, id, &kc);
@@ -100,6 +101,8 @@ ncclResult_t epPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareCon
                   epTypeName(c->index_type));
   if (c->borrow_topk_idx != 0 && c->borrow_topk_idx != 1)
     return epFail(ncclInvalidArgument, "%s: borrow_topk_idx is %d: expected 0 or 1", call, c->borrow_topk_idx);
+  if (c->window_output != 0 && c->window_output != 1)
+    return epFail(ncclInvalidArgument, "%s: window_output is %d: expected 0 or 1", call, c->window_output);
   if (epIsLl(g)) return epLlPrepareWishes(g, c, out);
   kc = epUpdateConfig(g, epLayoutKind(g, c->layout), c->top_k, epTypeBytes(c->index_type));
   r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, &kc, &grid);

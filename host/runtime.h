@@ -184,6 +184,18 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t handle, const ncclEpDis
 ncclResult_t epCombine(const char *call, ncclEpHandle_t handle, const ncclEpCombineInputs_t *in,
                        const ncclEpCombineOutputs_t *out, const ncclEpCombineConfig_t *config,
                        const ncclEpCombineExtConfig_t *ext, cudaStream_t stream);
+/* ---- direct.c */
+/* Whether peers may store rows into any window-backed output of a handle of this layout. */
+int epMayGoDirect(const struct ncclEpGroup *group, ncclEpLayout_t layout);
+/* Sets config->direct and the arguments for it where they may do so with this rank's outputs.tokens, `t` (`shared`: of
+ * epTensorShared), and returns NULL; else why not. */
+const char *epDirectOutput(const struct ncclEpHandle *handle, const ncclEpTensor_t *t, const void *shared,
+                           epConfig *config, epDispatchArgs *args);
+/* Refuses a dispatch that is not direct where the group asks for that. */
+ncclResult_t epDirectAsked(const char *call, const struct ncclEpGroup *group, const epConfig *config,
+                           const char *obstacle);
+
+/* ---- dispatch.c, combine.c */
 /* SMs of a call that asks for `asked`, 0: any number: at most the group's. */
 unsigned epCallSms(const struct ncclEpGroup *group, unsigned asked);
 /* Configurations of the kernels, shared with ncclEpPrepare; threads and bulk are set by the policy, scaleBytes by the

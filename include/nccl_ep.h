@@ -37,6 +37,17 @@
  *   Memory     Tensors are device memory, row-major and dense, owned by the caller, valid and (inputs) unmodified until
  *              the stream has passed the call. Descriptors, config structs and `sizes` arrays are read before the call
  *              returns.
+ *   Windows    A window-backed tensor (data NULL, win_hdl and win_offset) lies in a window that ncclCommWindowRegister
+ *              made on the group's communicator with NCCL_WIN_COLL_SYMMETRIC. Any tensor may; it is then used as an
+ *              address. Into outputs.tokens of a flat dispatch (high throughput, one scale-up domain, at most 32
+ *              ranks, SM90 and up) the peers store rows in place, without staging and copy, unless zero_copy is OFF.
+ *              That window stays registered, on every rank, until the streams of all ranks have passed the call. Ranks
+ *              need not agree: each may give ordinary memory, another window, another offset. A call resolves its
+ *              windows itself and remembers none, so a handle value that comes back for other memory is no danger, and
+ *              capturing is as good as any time; a graph keeps the addresses it was captured with. Refused: a tensor
+ *              that overruns its window, and a window of another communicator (NCCL 2.28 tells neither: there the
+ *              first is the caller's to avoid, and the second is staged). A window more than 32 GiB away from the
+ *              group's in NCCL's address space is staged, too.
  *   Graphs     ncclEpUpdateHandle, ncclEpDispatch, ncclEpCombine and ncclEpComplete can be captured, once the kernels
  *              they need are compiled (by an earlier call of the same shape, or ncclEpPrepare). The number of tokens is
  *              fixed by the capture; a row of -1 in topk_idx is an inactive token.
@@ -225,11 +236,12 @@ typedef enum {
  */
 typedef enum { NCCL_EP_FWD_PASS = 0, NCCL_EP_BWD_PASS = 1 } ncclEpPassDir_t;
 
-/* Whether rows may go straight into window-backed tensors of the peers. */
+/* Whether rows of dispatch may go straight into window-backed outputs of the peers (see "Windows" above). */
 typedef enum {
-  NCCL_EP_ZERO_COPY_AUTO = NCCL_EP_AUTO, /* as the library finds best; today rows are staged */
+  NCCL_EP_ZERO_COPY_AUTO = NCCL_EP_AUTO, /* into those that can be written so; the others are staged */
   NCCL_EP_ZERO_COPY_OFF,                 /* staging */
-  NCCL_EP_ZERO_COPY_ON                   /* no staging for what can go direct. Not supported yet */
+  NCCL_EP_ZERO_COPY_ON /* a dispatch whose outputs.tokens cannot be written so is refused (with more than one rank).
+                          Combine is as ever. Not supported yet in low latency and across scale-up domains */
 } ncclEpZeroCopyMode_t;
 
 /* Numbering of the expert ids that dispatch writes to its topk_idx output; -1 always means "not on this rank". */

@@ -243,11 +243,13 @@ typedef struct {
   unsigned int scale_bytes;     /* of a dispatched row's scales (NCCL_EP_DISP_QUANT_FWD), 0: without scales */
   unsigned int num_bias;        /* 1 or 2: combine with that many biases (ncclEpCombineExt), 0: without */
   int borrow_topk_idx; /* 1: also compile the dispatch that makes the routing record itself (ncclEpUpdateHandleExt) */
+  int window_output;   /* 1: dispatch's outputs.tokens will be window-backed, see "Windows" in nccl_ep.h */
 } ncclEpPrepareConfig_t;
 #define NCCL_EP_PREPARE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpPrepareConfig_t, NCCL_EP_MAGIC)
 /* ncclEpPrepare: compiles and loads every kernel that calls of this shape need, so that no later call compiles: update,
  * forward dispatch and combine, with `backward` those of the backward pass too, with `borrow_topk_idx` the forward dispatch
- * that follows a borrowing update (low latency's serves both). Low latency refuses `backward` and `scale_bytes`. Not while
+ * that follows a borrowing update (low latency's serves both), with `window_output` those of dispatch for a window-backed
+ * output instead of an ordinary one. Low latency refuses `backward` and `scale_bytes`. Not while
  * capturing. Local. */
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);
 

@@ -12,6 +12,7 @@
 
 #define GUARD 256u
 #define FILL 0xAB
+#define WINDOW_STEP 64u
 
 size_t epTestTypeBytes(ncclDataType_t type) {
   switch (type) {
@@ -195,6 +196,7 @@ void epGroupConfigOf(const epCase *c, ncclEpGroupConfig_t *config) {
   config->max_token_bytes = (unsigned)(a > b ? a : b);
   config->num_topk = c->groupTopk ? c->groupTopk : c->topk;
   config->max_num_sms = c->maxSms;
+  config->zero_copy = c->zeroCopy;
   config->timeout_ns = c->timeoutNs;
 }
 
@@ -371,13 +373,49 @@ static uint64_t capacityOf(const epRun *run, int rank) {
   return run->round->ref->rank[rank].needed + (run->salt % 3 == 0 ? 2 : 0);
 }
 
+/* ---- Windows: two over each tensor's memory, the second from WINDOW_STEP bytes on; made by all ranks, also those
+ * without rows. */
+
+static void closeWindows(epTestRank *me, ncclWindow_t *windows) {
+  for (int i = 0; i < 2; i++) {
+    if (windows[i]) EXPECT_OK(me, ncclEpEmuWindowDeregister(me->comm, windows[i]));
+    windows[i] = NULL;
+  }
+}
+
+static void openWindows(epTestRank *me, epTestTensor *t, ncclWindow_t *windows) {
+  void *base = t->base;
+  if (!base) EXPECT_OK(me, ncclEpEmuMalloc(me->comm, &base, 2 * GUARD, "no rows"));
+  if (!t->base && base) EXPECT_OK(me, ncclEpEmuMemset(me->comm, base, FILL, 2 * GUARD, NULL));
+  t->base = base;
+  for (unsigned i = 0; i < 2; i++)
+    EXPECT_OK(me, ncclEpEmuWindowRegister(me->comm, t->base + i * WINDOW_STEP, t->bytes + 2 * GUARD - i * WINDOW_STEP,
+                                          &windows[i]));
+}
+
+/* The tensor as the call is given it: neighbours name different windows and offsets. */
+static ncclEpTensor_t inWindow(const epTestRank *me, const epRun *run, const epTestTensor *tensor,
+                               const ncclWindow_t *windows) {
+  ncclEpTensor_t t = tensor->t;
+  unsigned which = ((unsigned)me->rank + run->salt) % 2;
+  if (!(run->round->c->windows >> me->rank & 1)) return t;
+  t.data = NULL, t.win_hdl = windows[which], t.win_offset = GUARD - which * WINDOW_STEP;
+  return t;
+}
+
 static void makeInputs(epTestRank *me, epRun *run) {
   const epCase *c = run->round->c;
   uint32_t tokens = run->round->tokens[me->rank];
+  closeWindows(me, run->xWindows);
+  closeWindows(me, run->wWindows);
   epTensorFree(me, &run->x);
   epTensorFree(me, &run->w);
   epTensorMake(me, &run->x, c->type, 2, tokens, c->hidden, "tokens");
   epTensorMake(me, &run->w, ncclFloat32, 2, tokens, c->topk, "topk_weights");
+  if (c->windows) {
+    openWindows(me, &run->x, run->xWindows);
+    openWindows(me, &run->w, run->wWindows);
+  }
   size_t rowBytes = epTestTypeBytes(c->type) * c->hidden;
   unsigned char *rows = must(calloc(tokens + 1, rowBytes));
   float *weights = must(calloc((size_t)tokens * c->topk + 1, sizeof(float)));
@@ -413,13 +451,26 @@ static void makeScalesOut(epTestRank *me, epRun *run, uint64_t capacity) {
   run->outScales.sizes[0] = capacity, run->outScales.sizes[1] = c->scales;
 }
 
-/* Dispatch with what the case asks for. */
-static ncclResult_t dispatchCall(epRun *run, int backward, ncclEpDispatchInputs_t *in, ncclEpDispatchOutputs_t *out,
-                                 const ncclEpLayoutInfo_t *info) {
+/* Room for the output's tokens, anew for each dispatch. */
+static void makeOut(epTestRank *me, epRun *run, uint64_t capacity) {
   const epCase *c = run->round->c;
+  closeWindows(me, run->outWindows);
+  epTensorFree(me, &run->out);
+  epTensorMake(me, &run->out, c->type, 2, capacity, c->hidden, "dispatch tokens");
+  if (c->windows) openWindows(me, &run->out, run->outWindows);
+}
+
+/* Dispatch with what the case asks for. */
+static ncclResult_t dispatchCall(const epTestRank *me, epRun *run, int backward, ncclEpDispatchInputs_t *in,
+                                 ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info) {
+  const epCase *c = run->round->c;
+  ncclEpTensor_t tokens = inWindow(me, run, &run->out, run->outWindows);
+  ncclEpTensor_t x = inWindow(me, run, &run->x, run->xWindows), w = inWindow(me, run, &run->w, run->wWindows);
   ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
   ncclEpDispatchExtConfig_t ext = NCCL_EP_DISPATCH_EXT_CONFIG_INIT;
   config.pass_direction = backward ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
+  out->tokens = &tokens, in->tokens = &x;
+  if (!backward) in->topk_weights = &w;
   if (c->scales) {
     config.quant_recipe = NCCL_EP_DISP_QUANT_FWD;
     in->scales = &run->scales.t, out->scales = &run->outScales.t;
@@ -518,15 +569,13 @@ void epRunDispatch(epTestRank *me, epRun *run) {
   uint64_t capacity = capacityOf(run, me->rank);
   int global = run->salt & 1;
   makeInputs(me, run);
-  epTensorFree(me, &run->out);
+  makeOut(me, run, capacity);
   epTensorFree(me, &run->outW);
   epTensorFree(me, &run->outIdx);
-  epTensorMake(me, &run->out, c->type, 2, capacity, c->hidden, "dispatch tokens");
   epTensorMake(me, &run->outW, ncclFloat32, isFlat(c) ? 2 : 1, capacity, c->topk, "dispatch weights");
   ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
-  in.tokens = &run->x.t, in.topk_weights = &run->w.t;
   ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
-  out.tokens = &run->out.t, out.topk_weights = &run->outW.t;
+  out.topk_weights = &run->outW.t;
   ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
   if (isFlat(c)) {
     epTensorMake(me, &run->outIdx, ncclInt64, 2, capacity, c->topk, "dispatch indices");
@@ -534,7 +583,7 @@ void epRunDispatch(epTestRank *me, epRun *run) {
     info.recv_topk_idx_kind = global ? NCCL_EP_EXPERT_ID_GLOBAL : NCCL_EP_EXPERT_ID_AUTO;
   }
   makeScalesOut(me, run, capacity);
-  EXPECT_OK(me, dispatchCall(run, 0, &in, &out, isFlat(c) ? &info : NULL));
+  EXPECT_OK(me, dispatchCall(me, run, 0, &in, &out, isFlat(c) ? &info : NULL));
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   if (run->unchecked) checkRouting(me, run);
   run->unchecked = 0;
@@ -623,16 +672,12 @@ void epRunCombine(epTestRank *me, epRun *run) {
 
 /* Backward of combine: a dispatch without weights. */
 static void backwardDispatch(epTestRank *me, epRun *run) {
-  const epCase *c = run->round->c;
   uint64_t capacity = capacityOf(run, me->rank);
-  epTensorFree(me, &run->out);
-  epTensorMake(me, &run->out, c->type, 2, capacity, c->hidden, "dispatch tokens");
+  makeOut(me, run, capacity);
   ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
-  in.tokens = &run->x.t;
   ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
-  out.tokens = &run->out.t;
   makeScalesOut(me, run, capacity);
-  EXPECT_OK(me, dispatchCall(run, 1, &in, &out, NULL));
+  EXPECT_OK(me, dispatchCall(me, run, 1, &in, &out, NULL));
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   checkRows(me, run);
   checkScales(me, run);
@@ -709,6 +754,9 @@ void epRunFree(epTestRank *me, epRun *run) {
                          &run->outW,          &run->outIdx, &run->y,      &run->expertCounters,
                          &run->expertOffsets, &run->total,  &run->scales, &run->outScales};
   EXPECT_OK(me, ncclEpHandleDestroy(run->handle));
+  closeWindows(me, run->outWindows);
+  closeWindows(me, run->xWindows);
+  closeWindows(me, run->wWindows);
   for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) epTensorFree(me, all[i]);
   memset(run, 0, sizeof(*run));
 }

@@ -403,14 +403,20 @@ static void configurationsAreChecked(void **state) {
   REFUSED(max_recv_tokens_per_rank, 127, ncclInvalidArgument, "max_recv_tokens_per_rank is 127");
   REFUSED(num_topk, 33, ncclInvalidArgument, "num_topk is 33");
   REFUSED(enable_mask, 1, ncclInvalidUsage, "enable_mask");
-  REFUSED(zero_copy, NCCL_EP_ZERO_COPY_ON, ncclInvalidUsage, "zero_copy");
   REFUSED(zero_copy, (ncclEpZeroCopyMode_t)9, ncclInvalidArgument, "zero_copy is 9");
   REFUSED(overflow_policy, NCCL_EP_OVERFLOW_TRAP, ncclInvalidUsage, "TRAP");
   REFUSED(alloc.alloc_fn, (ncclEpAllocFn_t)(uintptr_t)state, ncclInvalidArgument, "alloc");
 #undef REFUSED
   c = groupConfig();
+  c.zero_copy = NCCL_EP_ZERO_COPY_ON;
+  assert_int_equal(epGroupConfigCheck(&c, &t, &out, &shape), ncclSuccess);
+  c.algorithm = NCCL_EP_ALGO_LOW_LATENCY;
+  expectError(epGroupConfigCheck(&c, &t, &out, &shape), ncclInvalidUsage, "zero_copy");
+  c = groupConfig();
   t.scaleOutRanks = 2, t.scaleUpRanks = 2;
   expectError(epGroupConfigCheck(&c, &t, &out, &shape), ncclInvalidUsage, "scale-up domains");
+  t.gin = 1, c.zero_copy = NCCL_EP_ZERO_COPY_ON;
+  expectError(epGroupConfigCheck(&c, &t, &out, &shape), ncclInvalidUsage, "zero_copy");
 }
 
 static void timeoutComesFromTheEnvironment(void **state) {

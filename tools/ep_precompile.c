@@ -47,7 +47,17 @@ static const char doc[] = "Compile dispatch and combine kernels into a cache fol
                           "Example, DeepSeek-V3 on 8 and 16 Hopper GPUs:\n"
                           "  ep_precompile --arch 90 --ranks 8,16 --experts 256 --topk 8 --hidden 7168";
 
-enum { OPT_CACHE = 256, OPT_DISPATCH, OPT_COMBINE, OPT_LAYOUT, OPT_INDEX, OPT_BACKWARD, OPT_SCALES, OPT_BORROW };
+enum {
+  OPT_CACHE = 256,
+  OPT_DISPATCH,
+  OPT_COMBINE,
+  OPT_LAYOUT,
+  OPT_INDEX,
+  OPT_BACKWARD,
+  OPT_SCALES,
+  OPT_BORROW,
+  OPT_WINDOW_OUT
+};
 static const struct argp_option options[] = {
     {"arch", 'a', "LIST", 0, "targets, as 80, 90, 100, 120 (default 80,90,100,120)", 0},
     {"ranks", 'r', "LIST", 0, "ranks of the group (default 8)", 0},
@@ -65,6 +75,7 @@ static const struct argp_option options[] = {
     {"index", OPT_INDEX, "TYPE", 0, "of topk_idx: int64, int32 or both (default int64)", 0},
     {"backward", OPT_BACKWARD, NULL, 0, "also the kernels of the backward pass", 0},
     {"borrow", OPT_BORROW, NULL, 0, "also the dispatch after an update that borrows topk_idx", 0},
+    {"window-out", OPT_WINDOW_OUT, NULL, 0, "dispatch for window-backed outputs instead of ordinary ones", 0},
     {"cache-dir", OPT_CACHE, "DIR", 0, "the folder (default: the one the library uses)", 0},
     {"jobs", 'j', "N", 0, "compile N at once (default: all cores, at most 8)", 0},
     {"quiet", 'q', NULL, 0, "only the summary", 0},
@@ -79,7 +90,7 @@ typedef struct {
   list archs, ranks, experts, topks, hiddens;
   ncclDataType_t dispatchType, combineType;
   unsigned scaleBytes;
-  int layout[LAYOUTS], index64, index32, backward, borrow, jobs, quiet;
+  int layout[LAYOUTS], index64, index32, backward, borrow, windowOut, jobs, quiet;
   const char *cacheDir;
 } precompile;
 
@@ -179,6 +190,9 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
   case OPT_BORROW:
     p->borrow = 1;
     return 0;
+  case OPT_WINDOW_OUT:
+    p->windowOut = 1;
+    return 0;
   case OPT_SCALES:
     parseList(state, "scale-bytes", arg, &scales);
     if (scales.count != 1) argp_error(state, "--scale-bytes: expected one number");
@@ -236,6 +250,7 @@ static int addConfig(const precompile *p, const struct ncclEpGroup *g, const lay
   c.scale_bytes = p->scaleBytes;
   c.backward = p->backward && !layout->ll; /* low latency has the forward pass only */
   c.borrow_topk_idx = p->borrow;
+  c.window_output = p->windowOut;
   if (epPrepareWishes(g, &c, &wishes) != ncclSuccess) return 0;
   for (int i = 0; i < wishes.count; i++) {
     const epConfig *config = &wishes.wish[i].config;
