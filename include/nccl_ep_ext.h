@@ -79,7 +79,8 @@ typedef struct {
   size_t handle_bytes;   /* routing record of one handle (not in the window) */
   size_t scratch_bytes;  /* of a group (not in the window) */
   /* Several scale-up domains, else 0: what a group asks of NCCL's network for each rank. Queue pairs: one a context and
-   * peer, and the peers are the ranks of the same index in the other domains. */
+   * peer, and the peers are the ranks of the same index in the other domains. A group counts by the slowest rank's links and
+   * its num_qp_per_rank, ncclEpCalculateBufferSize by this rank's links and NCCL_EP_NUM_QPS. */
   unsigned int gin_contexts, gin_signals, queue_pairs;
 } ncclEpBufferSize_t;
 #define NCCL_EP_BUFFER_SIZE_INIT NCCL_EP_STRUCT_INIT(ncclEpBufferSize_t, NCCL_EP_MAGIC)

@@ -114,7 +114,7 @@ refused(['2048'], '--topology', '257x8', '--model', good)
 refused(['no NIC', '1xU'], '--topology', '2x2', '--model', os.path.join(models, 'h200-2.json'))
 refused(['/none.json'], '--model', '/none.json')
 refused(['line 1'], '--model', file('bad.json', '{"gpu": '))
-for option in ['--check'], ['--backward'], ['--schedules', '2'], ['--compare'], ['--sm-curve', '8']:
+for option in ['--check'], ['--backward'], ['--schedules', '2'], ['--compare'], ['--sm-curve', '8'], ['--window-out']:
     refused(['nothing is run', 'expected none of'], '--model', good, *option)
 refused(['high throughput'], '--model', good, '--algo', 'll')
 for part, key, value in (('nic', 'share', 2), ('nvlink', 'gbs', 'fast'), ('gpu', 'sms', None), ('hbm', 'share', 0)):

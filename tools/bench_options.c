@@ -447,10 +447,9 @@ static int checkModel(epBenchOptions *o) {
   if (o->modelPath && o->fabric.kind == EP_FABRIC_CUDA)
     return epToolFail("--model %s: nothing runs on GPUs: expected --backend emu", o->modelPath);
   if (o->modelPath && (o->check || o->backward || o->schedules != 1 || o->bugText || o->compare || o->curveCount ||
-                       o->plotPath || o->limits || o->parts || o->graph || o->hostTime))
+                       o->plotPath || o->limits || o->parts || o->graph || o->hostTime || o->windowOut))
     return epToolFail("--model %s: nothing is run: expected none of --check, --backward, --schedules, --bug, "
-                      "--compare, --sm-curve, --plot, "
-                      "--limits, --profile-parts, --graph and --host-time",
+                      "--compare, --sm-curve, --plot, --limits, --profile-parts, --graph, --host-time and --window-out",
                       o->modelPath);
   if (o->modelPath && (o->algo == 1 || o->layout > EP_REF_EXPERT_MAJOR))
     return epToolFail("--model %s: high throughput only: expected --layout flat or expert-major", o->modelPath);
