@@ -201,6 +201,18 @@ static void nearestNicIsFound(void **state) {
   assert_int_equal(system(remove), 0);
 }
 
+/* By the NVML in tests/nvml, which tells 26 GB/s a link. */
+static void nvlinksAreAdded(void **state) {
+  (void)state;
+  char from[160];
+  epLinks links = epLinksFind(&(epPciAddress){0, 1, 0}, from, sizeof from);
+  near(links.nvlinkGbs, 16 * 26 + 25, 1e-9); /* one is down; one has its generation's speed */
+  assert_non_null(strstr(from, "17 NVLinks, 441 GB/s"));
+  links = epLinksFind(&(epPciAddress){0, 2, 0}, from, sizeof from);
+  assert_true(links.nvlinkGbs == 0);
+  assert_non_null(strstr(from, "0 NVLinks"));
+}
+
 static void settingsComeFirst(void **state) {
   (void)state;
   char from[160];
@@ -217,6 +229,7 @@ static void settingsComeFirst(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(rowsAreAverages),     cmocka_unit_test(plansFollowTheLinks),
                                      cmocka_unit_test(sizesFollowTheLinks), cmocka_unit_test(launchesFollowTheLinks),
-                                     cmocka_unit_test(nearestNicIsFound),   cmocka_unit_test(settingsComeFirst)};
+                                     cmocka_unit_test(nearestNicIsFound),   cmocka_unit_test(nvlinksAreAdded),
+                                     cmocka_unit_test(settingsComeFirst)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
