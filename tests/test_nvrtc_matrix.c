@@ -30,6 +30,7 @@ typedef struct {
 } matrixCase;
 
 #define FLAT EP_LAYOUT_KIND_FLAT
+#define DIRECT (1u << 8) /* beside FLAT: into window-backed outputs */
 #define MAJOR EP_LAYOUT_KIND_EXPERT_MAJOR
 #define RANKS EP_LAYOUT_KIND_RANK_MAJOR
 #define PLACES EP_LAYOUT_KIND_EXPERT_MAJOR_3D
@@ -46,6 +47,7 @@ static const matrixCase cases[] = {
     {EP_KERNEL_DISPATCH, 2, 256, 8, 7168, EP_DTYPE_BYTES, MAJOR, 1, 0, 56},
     {EP_KERNEL_DISPATCH, 8, 256, 8, 128, EP_DTYPE_BYTES, MAJOR, 0, 0, 4},
     {EP_KERNEL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, FLAT, 1, 8, 0},
+    {EP_KERNEL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, FLAT | DIRECT, 1, 8, 0},
     {EP_KERNEL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, MAJOR, 1, 4, 0},
     {EP_KERNEL_DISPATCH, 72, 576, 32, 49152, EP_DTYPE_BYTES, FLAT, 1, 4, 384},
     {EP_KERNEL_DISPATCH, 2, 256, 8, 7168, EP_DTYPE_BYTES, MAJOR, 0, 8, 224},
@@ -91,7 +93,8 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   config->topk = c->topk;
   config->rowBytes = c->rowBytes;
   config->dtype = c->dtype;
-  config->layout = c->layout;
+  config->layout = c->layout & ~DIRECT;
+  config->direct = (c->layout & DIRECT) != 0;
   config->weights = c->weights;
   config->indexBytes = c->indexBytes;
   config->fused = c->kernel == EP_KERNEL_DISPATCH && c->indexBytes;
