@@ -18,7 +18,7 @@
 #include "numbers.h"
 
 #define EP_LL_SLOT_BATCH 3  /* slots whose loads are on their way together: of a row that is sent */
-#define EP_LL_SHARE_BATCH 1 /* and of one that stays, which has more time */
+#define EP_LL_SHARE_BATCH 1 /* and of one that stays, which has more time where rows are many */
 #define EP_LL_ROW_BATCH 2  /* the same of staged rows */
 
 /* A strip's sum in a lane. */
@@ -204,7 +204,7 @@ template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a,
 
 template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a) {
   uint32_t before = c.layout == EP_LAYOUT_KIND_RANK_MAJOR ? 0 : 1, warps = (a.pushBlocks - before) * (c.threads / 32);
-  uint32_t index = (p::bid() - before) * (c.threads / 32) + p::warp(), most = 0, t = p::tid(), count = 0;
+  uint32_t index = p::warp() * (a.pushBlocks - before) + p::bid() - before, most = 0, t = p::tid(), count = 0;
   const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
   epLlBack x;
   bool inside = ep_ll_back(c, a, index, a.group.maxTokens, x);
@@ -258,7 +258,10 @@ DEV void ep_ll_share(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t r
     weight = mine;
     return true;
   };
-  ep_ll_weigh<EP_LL_SHARE_BATCH>(c, a, row, strip, known, out);
+  if (a.blocks < EP_LL_NARROW_BLOCKS)
+    ep_ll_weigh<EP_LL_SLOT_BATCH>(c, a, row, strip, known, out);
+  else
+    ep_ll_weigh<EP_LL_SHARE_BATCH>(c, a, row, strip, known, out);
 }
 
 DEV const uint8_t *ep_ll_from(uint64_t address, uint32_t lane) {
@@ -285,7 +288,7 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
   uint32_t l = p::lane(), me = a.group.rank, B = a.group.maxTokens, row = EP_NONE;
   uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE), wanted = ep_ll_wanted(bytes);
   uint32_t owner = x.expert >= 0 ? (uint32_t)x.expert / (c.experts / c.ranks) : EP_NONE;
-  uint32_t mates = p::match_any(p::FULL, x.expert >= 0 ? owner : ep_lone_key());
+  uint32_t mates = ep_ll_same(x.expert >= 0, owner, c.ranks);
   bool last = x.expert >= 0 && (mates >> l) == 1; /* highest k of its rank: there the rank's sum enters */
   uint32_t ends = p::ballot(p::FULL, last), own = p::ballot(p::FULL, last && owner == me);
   uint64_t address = 0;
@@ -346,7 +349,7 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
 
 template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a) {
   uint32_t warps = (a.blocks - a.pushBlocks) * (c.threads / 32), strips = epLlStrips(c.rowBytes);
-  uint32_t index = (p::bid() - a.pushBlocks) * (c.threads / 32) + p::warp();
+  uint32_t index = p::warp() * (a.blocks - a.pushBlocks) + p::bid() - a.pushBlocks;
   uint32_t items = strips * ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
   epLlToken x;
   epLlOp op = ep_ll_begin(

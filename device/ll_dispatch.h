@@ -38,6 +38,8 @@ template <class C> DEV bool ep_ll_valid(const C c, const epLlDecisions &d, epLlR
 
 /* A warp looks at whole tokens, 32 / K at a time. */
 template <class C> DEV uint32_t ep_ll_tokens_a_warp(const C c) { return 32 / c.topk; }
+/* The lanes of the first one. */
+template <class C> DEV uint32_t ep_ll_token_lanes(const C c) { return ~0u >> (32 - c.topk); }
 /* The lane's decision when its warp looks at the tokens from t on, those before `end`. */
 template <class C> DEV epLlRaw ep_ll_ask_tokens(const C c, const epLlDecisions &d, uint32_t t, uint32_t end) {
   uint32_t sub = p::lane() / c.topk;
@@ -47,19 +49,20 @@ template <class C> DEV epLlRaw ep_ll_ask_tokens(const C c, const epLlDecisions &
 /* What one lane knows of its decision. */
 struct epLlRoute {
   uint32_t expert, owner;
-  bool valid, first;                    /* first: first k of its token at this owner */
-  uint32_t expertMask, mates, rankMask; /* lanes with the same expert; of the same token and owner; first lanes of the owner */
+  bool valid, first;         /* first: first k of its token at this owner */
+  uint32_t mates, rankMask; /* lanes of the same token and owner; first lanes of the owner */
 };
 
 template <class C> DEV epLlRoute ep_ll_route(const C c, const epLlDecisions &d, epLlRaw raw) {
   epLlRoute r;
-  uint32_t sub = p::lane() / c.topk;
+  uint32_t sub = p::lane() / c.topk, token = ep_ll_token_lanes(c) << sub * c.topk;
   r.valid = ep_ll_valid(c, d, raw);
   r.expert = raw.lo;
   r.owner = r.valid ? r.expert / (c.experts / c.ranks) : 0;
-  r.mates = p::match_any(p::FULL, r.valid ? sub * c.ranks + r.owner : ep_lone_key());
+  uint32_t same = ep_ll_same(r.valid, r.owner, c.ranks);
+  r.mates = same & token;
   r.first = r.valid && (r.mates & ep_lanes_below()) == 0;
-  r.rankMask = p::match_any(p::FULL, r.first ? r.owner : ep_lone_key());
+  r.rankMask = same & p::ballot(p::FULL, r.first);
   return r;
 }
 
@@ -70,9 +73,9 @@ template <class C> DEV uint32_t ep_ll_sum(const C c, uint32_t i) { return ep_ll_
 template <class C> DEV uint32_t ep_ll_rows_sum(const C c, uint32_t rank) { return ep_ll_sum(c, c.experts + rank); }
 template <class C> DEV uint32_t ep_ll_count_at(const C c, uint32_t i) { return ep_ll_table(c, c.experts + c.ranks + i); }
 
-template <class C> DEV void ep_ll_zero_sums(const C c) {
+template <class C> DEV void ep_ll_zero_sums(const C c, bool entries) {
 #pragma unroll 1
-  for (uint32_t i = p::tid(); i < c.experts + c.ranks; i += c.threads)
+  for (uint32_t i = (entries ? 0 : c.experts) + p::tid(); i < c.experts + c.ranks; i += c.threads)
     p::sts<uint32_t>(ep_ll_sum(c, i), 0);
 }
 
@@ -208,7 +211,7 @@ template <class C> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a) {
   epLlAhead ahead;
   uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
   epLlOp op = ep_ll_begin(
-      c, a.group, [&]() { ep_ll_ask_ahead(c, a.decisions, 0, T, ahead); }, [&]() { ep_ll_zero_sums(c); });
+      c, a.group, [&]() { ep_ll_ask_ahead(c, a.decisions, 0, T, ahead); }, [&]() { ep_ll_zero_sums(c, true); });
   p::grid_launch();
   auto use = [&](uint32_t t, epLlRaw raw) {
     if (a.decisions.borrowed)
@@ -233,31 +236,16 @@ template <class C> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a) {
 /* Row and owner of an entry's token. */
 #define EP_OWN(row, owner) ((uint32_t)(owner) << EP_ENTRY_POS_BITS | (uint32_t)(row))
 
-/* Two strips of a token's row; with the first piece, the weight of the lane's k. */
-struct epLlPiece {
-  uint4 v[EP_LL_PIECE_STRIPS][EP_STRIP_VECTORS];
+/* A strip of a token's row; with the first one, the weight of the lane's k. */
+struct epLlOwn {
+  uint4 v[EP_STRIP_VECTORS];
   uint32_t weight;
 };
 
-template <class C> DEV void ep_ll_load_piece(const C c, const uint8_t *row, uint32_t piece, epLlPiece &x) {
-#pragma unroll
-  for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++) {
-    uint32_t strip = piece * EP_LL_PIECE_STRIPS + s;
-    ep_ll_load(row + strip * EP_STRIP_DATA, ep_ll_bytes(c, strip), x.v[s]);
-  }
-}
-template <class C> DEV void ep_ll_store_piece(const C c, uint8_t *row, uint32_t piece, const epLlPiece &x) {
-#pragma unroll
-  for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++) {
-    uint32_t strip = piece * EP_LL_PIECE_STRIPS + s;
-    ep_ll_store(row + strip * EP_STRIP_DATA, ep_ll_bytes(c, strip), x.v[s]);
-  }
-}
-
-template <class C> DEV void ep_ll_load_own(const C c, const epLlDispatchArgs &a, uint32_t t, uint32_t piece, epLlPiece &x) {
-  ep_ll_load_piece(c, a.tokens + (uint64_t)t * c.rowBytes, piece, x);
+template <class C> DEV void ep_ll_load_own(const C c, const epLlDispatchArgs &a, uint32_t t, uint32_t strip, epLlOwn &x) {
+  ep_ll_load(a.tokens + (uint64_t)t * c.rowBytes + strip * EP_STRIP_DATA, ep_ll_bytes(c, strip), x.v);
   x.weight = 0;
-  if (c.weights && piece == 0 && p::lane() < c.topk)
+  if (c.weights && strip == 0 && p::lane() < c.topk)
     x.weight = p::as_u32(p::ldg<float>(a.weights + (uint64_t)t * c.topk + p::lane()));
 }
 
@@ -306,56 +294,49 @@ DEV void ep_ll_send_head(const C c, const epLlDispatchArgs &a, const epLlOp &op,
                          ep_ll_unit(op.gen, word[0], word[1], word[2]));
 }
 
-/* A warp: piece `piece` of own token t, to all ranks the token goes to. `entry`, `own`: of the lane's k. */
+/* A warp: strip `strip` of own token t, to all ranks the token goes to. `entry`, `own`: of the lane's k; `sends`: the first k of each
+ * rank. */
 template <class C>
-DEV void ep_ll_send_piece(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t t, uint32_t piece, uint32_t entry,
-                          uint32_t own, const epLlPiece &x) {
-  uint32_t l = p::lane(), me = a.group.rank, buffer = ep_ll_buffer(c, EP_KERNEL_LL_DISPATCH);
+DEV void ep_ll_send_strip(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t t, uint32_t strip, uint32_t entry,
+                          uint32_t own, uint32_t sends, const epLlOwn &x) {
+  uint32_t l = p::lane(), me = a.group.rank, bytes = ep_ll_bytes(c, strip);
   bool rankMajor = c.layout == EP_LAYOUT_KIND_RANK_MAJOR;
-  uint32_t mates = p::match_any(p::FULL, own != EP_NONE ? own : ep_lone_key());
-  uint32_t sends = p::ballot(p::FULL, own != EP_NONE && (mates & ep_lanes_below()) == 0);
   uint32_t mine = p::ballot(p::FULL, (sends >> l & 1) && own >> EP_ENTRY_POS_BITS == me);
 #pragma unroll 1
-  for (uint32_t m = piece == 0 ? (rankMajor ? sends & ~mine : sends) : 0; m; m &= m - 1) {
+  for (uint32_t m = strip == 0 ? (rankMajor ? sends & ~mine : sends) : 0; m; m &= m - 1) {
     uint32_t to = p::shfl(p::FULL, own, p::ffs(m) - 1);
     ep_ll_send_head(c, a, op, t, to >> EP_ENTRY_POS_BITS, EP_ENTRY_POS(to), own == to ? entry : EP_NONE, x.weight);
   }
   if (sends & ~mine) {
-#pragma unroll
-    for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++) {
-      uint32_t strip = piece * EP_LL_PIECE_STRIPS + s;
-      if (ep_ll_bytes(c, strip) == 0)
-        continue;
-      uint4 u[EP_STRIP_UNITS];
-      ep_ll_to_units(buffer, op.gen, x.v[s], u);
+    uint4 u[EP_STRIP_UNITS];
+    ep_ll_to_units(ep_ll_buffer(c, EP_KERNEL_LL_DISPATCH), op.gen, x.v, u);
 #pragma unroll 1
-      for (uint32_t m = sends & ~mine; m; m &= m - 1) {
-        uint32_t to = p::shfl(p::FULL, own, p::ffs(m) - 1), dst = to >> EP_ENTRY_POS_BITS;
-        ep_ll_send(ep_ll_window(dst) + strip * EP_STRIP_BYTES +
-                       epLlStageRow(&a.window, c.ranks, a.group.maxTokens, op.gen, dst, me, EP_ENTRY_POS(to)),
-                   ep_ll_bytes(c, strip), u);
-      }
+    for (uint32_t m = sends & ~mine; m; m &= m - 1) {
+      uint32_t to = p::shfl(p::FULL, own, p::ffs(m) - 1), dst = to >> EP_ENTRY_POS_BITS;
+      ep_ll_send(ep_ll_window(dst) + strip * EP_STRIP_BYTES +
+                     epLlStageRow(&a.window, c.ranks, a.group.maxTokens, op.gen, dst, me, EP_ENTRY_POS(to)),
+                 bytes, u);
     }
   }
   if (!mine)
     return;
   uint32_t here = p::shfl(p::FULL, own, p::ffs(mine) - 1);
-  if (piece == 0 && l == 0)
+  if (strip == 0 && l == 0)
     p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.sendRow) + t, EP_ENTRY_POS(here));
   if (!rankMajor)
     return;
-  ep_ll_store_piece(c, ep_ll_place(c, a, me, EP_ENTRY_POS(here)), piece, x);
+  ep_ll_store(ep_ll_place(c, a, me, EP_ENTRY_POS(here)) + strip * EP_STRIP_DATA, bytes, x.v);
   epLlArrival r = {me, EP_ENTRY_POS(here), t, own == here ? entry : EP_NONE, x.weight, EP_NONE};
-  if (piece == 0)
+  if (strip == 0)
     ep_ll_write_head(c, a, r);
 }
 
 /* Whole block, tokens [t0, t1), at most a warp's: the entries and rows of the lane's decision, from the sums of those before. */
-template <class C> DEV void ep_ll_find(const C c, const epLlRoute &r, uint32_t &entry, uint32_t &own) {
+template <class C> DEV void ep_ll_find(const C c, const epLlRoute &r, uint32_t expertMask, uint32_t &entry, uint32_t &own) {
   uint32_t pos = 0, row = 0;
   entry = own = EP_NONE;
   if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D && r.valid)
-    pos = p::lds<uint32_t>(ep_ll_sum(c, r.expert)) + p::popc(r.expertMask & ep_lanes_below());
+    pos = p::lds<uint32_t>(ep_ll_sum(c, r.expert)) + p::popc(expertMask & ep_lanes_below());
   if (r.first)
     row = p::lds<uint32_t>(ep_ll_rows_sum(c, r.owner)) + p::popc(r.rankMask & ep_lanes_below());
   row = p::shfl(p::FULL, row, r.valid ? p::ffs(r.mates) - 1 : 0);
@@ -367,42 +348,41 @@ template <class C> DEV void ep_ll_find(const C c, const epLlRoute &r, uint32_t &
 
 template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a) {
   uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
-  uint32_t warps = c.threads / 32, pieces = epLlPieces(c.rowBytes), counted = 0;
-  uint32_t each = (T + a.pushBlocks - 1) / a.pushBlocks, most = ep_ll_tokens_a_warp(c), first;
-  each = each < 1 ? 1 : each < most ? each : most;
-  first = (p::bid() - 1) * each;
+  uint32_t warps = c.threads / 32, strips = epLlStrips(c.rowBytes), counted = 0;
+  uint32_t each = a.tokensABlock, first = (p::bid() - 1) * each;
   bool major = c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
   epLlAhead ahead;
-  epLlRaw own;
-  epLlPiece x;
+  epLlRaw raw;
+  epLlOwn x;
   auto ask = [&](uint32_t t0) {
     uint32_t t1 = t0 + each < T ? t0 + each : T;
     ep_ll_ask_ahead(c, a.decisions, counted, t0, ahead);
-    own = ep_ll_ask_tokens(c, a.decisions, t0, t1);
-    if (t0 + p::warp() / pieces < t1)
-      ep_ll_load_own(c, a, t0 + p::warp() / pieces, p::warp() % pieces, x);
+    raw = ep_ll_ask_tokens(c, a.decisions, t0, t1);
+    if (t0 + p::warp() / strips < t1)
+      ep_ll_load_own(c, a, t0 + p::warp() / strips, p::warp() % strips, x);
   };
   epLlOp op = ep_ll_begin(
-      c, a.group, [&]() { ask(first); }, [&]() { ep_ll_zero_sums(c); });
+      c, a.group, [&]() { ask(first); }, [&]() { ep_ll_zero_sums(c, major); });
   p::grid_launch();
 #pragma unroll 1
   for (uint32_t t0 = first; t0 < T; t0 += a.pushBlocks * each) {
-    uint32_t t1 = t0 + each < T ? t0 + each : T, items = (t1 - t0) * pieces, entry, row;
+    uint32_t t1 = t0 + each < T ? t0 + each : T, items = (t1 - t0) * strips, entry, own;
     if (t0 != first)
       ask(t0);
     ep_ll_count(c, a.decisions, major, counted, t0, ahead, [](uint32_t, epLlRaw) {});
-    epLlRoute r = ep_ll_route(c, a.decisions, own);
-    r.expertMask = major ? p::match_any(p::FULL, r.valid ? r.expert : ep_lone_key()) : 0;
+    epLlRoute r = ep_ll_route(c, a.decisions, raw);
+    uint32_t firsts = p::ballot(p::FULL, r.first), same = major ? ep_ll_same(r.valid, r.expert, c.experts) : 0;
     p::sync_threads();
-    ep_ll_find(c, r, entry, row);
+    ep_ll_find(c, r, same, entry, own);
 #pragma unroll 1
     for (uint32_t item = p::warp(); item < items; item += warps) {
-      uint32_t i = item / pieces, from = i * c.topk + p::lane();
+      uint32_t i = item / strips, from = i * c.topk;
       if (item >= warps)
-        ep_ll_load_own(c, a, t0 + i, item % pieces, x);
-      uint32_t e = p::shfl(p::FULL, entry, from & 31), o = p::shfl(p::FULL, row, from & 31);
+        ep_ll_load_own(c, a, t0 + i, item % strips, x);
+      uint32_t e = p::shfl(p::FULL, entry, (from + p::lane()) & 31), o = p::shfl(p::FULL, own, (from + p::lane()) & 31);
       bool inside = p::lane() < c.topk;
-      ep_ll_send_piece(c, a, op, t0 + i, item % pieces, inside ? e : EP_NONE, inside ? o : EP_NONE, x);
+      ep_ll_send_strip(c, a, op, t0 + i, item % strips, inside ? e : EP_NONE, inside ? o : EP_NONE,
+                       firsts >> from & ep_ll_token_lanes(c), x);
     }
     counted = t0;
     p::sync_threads();
@@ -439,6 +419,27 @@ template <class C> DEV void ep_ll_read_head(const C c, const epLlDispatchArgs &a
 
 /* A warp's item: a piece of row j of source s, and its units as they come; the last one is the head's. */
 #define EP_LL_HEAD_AT (EP_LL_PIECE_STRIPS * EP_STRIP_UNITS)
+
+/* Piece `piece`: its first strip and, below, how many of its bytes strip `s` of it begins with. */
+template <class C> DEV uint32_t ep_ll_first_strip(const C c, uint32_t piece) { return piece * epLlPieceStrips(c.layout); }
+template <class C> DEV uint32_t ep_ll_piece_bytes(const C c, uint32_t piece, uint32_t s) {
+  return s < epLlPieceStrips(c.layout) ? ep_ll_bytes(c, ep_ll_first_strip(c, piece) + s) : 0;
+}
+
+struct epLlPiece {
+  uint4 v[EP_LL_PIECE_STRIPS][EP_STRIP_VECTORS];
+};
+template <class C> DEV void ep_ll_load_piece(const C c, const uint8_t *row, uint32_t piece, epLlPiece &x) {
+#pragma unroll
+  for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++)
+    ep_ll_load(row + (ep_ll_first_strip(c, piece) + s) * EP_STRIP_DATA, ep_ll_piece_bytes(c, piece, s), x.v[s]);
+}
+template <class C> DEV void ep_ll_store_piece(const C c, uint8_t *row, uint32_t piece, const epLlPiece &x) {
+#pragma unroll
+  for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++)
+    ep_ll_store(row + (ep_ll_first_strip(c, piece) + s) * EP_STRIP_DATA, ep_ll_piece_bytes(c, piece, s), x.v[s]);
+}
+
 struct epLlItem {
   epLlArrival r;
   uint32_t piece;
@@ -450,7 +451,7 @@ struct epLlItem {
 /* Item i: row j of every source in turn, in rank-major of every other rank, pieces of a row side by side. `rows`: bound of a source's
  * rows. False: past the end. */
 template <class C> DEV bool ep_ll_item(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint64_t i, uint32_t rows, epLlItem &x) {
-  uint32_t me = a.group.rank, B = a.group.maxTokens, pieces = epLlPieces(c.rowBytes);
+  uint32_t me = a.group.rank, B = a.group.maxTokens, pieces = epLlPieces(c.rowBytes, c.layout);
   uint32_t first = c.layout == EP_LAYOUT_KIND_RANK_MAJOR, sources = c.ranks - first, q = (uint32_t)(i / pieces);
   if (i >= (uint64_t)rows * sources * pieces)
     return false;
@@ -460,7 +461,7 @@ template <class C> DEV bool ep_ll_item(const C c, const epLlDispatchArgs &a, con
   const uint8_t *window = ep_ll_window(me);
   x.head = window + epLlHead(&a.window, c.ranks, B, op.gen, x.r.s, x.r.j) + 16 * p::lane();
   x.data = window + (x.r.s == me ? 0 : epLlStageRow(&a.window, c.ranks, B, op.gen, me, x.r.s, x.r.j)) +
-           x.piece * EP_LL_PIECE_STRIPS * EP_STRIP_BYTES + 16 * p::lane();
+           ep_ll_first_strip(c, x.piece) * EP_STRIP_BYTES + 16 * p::lane();
   return true;
 }
 DEV const uint8_t *ep_ll_item_unit(const epLlItem &x, uint32_t i) { return i == EP_LL_HEAD_AT ? x.head : x.data + 512 * i; }
@@ -472,7 +473,7 @@ template <class C> DEV void ep_ll_item_look(const C c, const epLlDispatchArgs &a
   if (x.r.s != a.group.rank) {
 #pragma unroll
     for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++)
-      wanted |= ep_ll_wanted(ep_ll_bytes(c, x.piece * EP_LL_PIECE_STRIPS + s)) << EP_STRIP_UNITS * s;
+      wanted |= ep_ll_wanted(ep_ll_piece_bytes(c, x.piece, s)) << EP_STRIP_UNITS * s;
   }
   ep_ll_look<EP_LL_HEAD_AT + 1>(op, wanted, [&](uint32_t i) { return ep_ll_item_unit(x, i); }, x.u);
 }
@@ -502,7 +503,7 @@ template <class C> DEV int ep_ll_take(const C c, const epLlDispatchArgs &a, cons
   } else {
 #pragma unroll
     for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++)
-      if (ep_ll_bytes(c, x.piece * EP_LL_PIECE_STRIPS + s))
+      if (ep_ll_piece_bytes(c, x.piece, s))
         ep_ll_to_vectors(buffer, x.u + EP_STRIP_UNITS * s, v.v[s]);
   }
   if (rankMajor)
@@ -575,7 +576,7 @@ DEV void ep_ll_take_expert_major(const C c, const epLlDispatchArgs &a, const epL
 
 template <class C> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a) {
   uint32_t before = a.pushBlocks + 1, warps = (a.blocks - before) * (c.threads / 32);
-  uint32_t index = (p::bid() - before) * (c.threads / 32) + p::warp();
+  uint32_t index = p::warp() * (a.blocks - before) + p::bid() - before; /* few items lie on as many SMs */
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   p::grid_launch();

@@ -42,7 +42,7 @@ enum { EP_LL_UPDATED = 1, EP_LL_DISPATCHED };
 #define EP_STRIP_LANES 28u  /* that hold a vector: 28 * 16 = 32 * 14 */
 #define EP_STRIP_DATA 1792u /* bytes of a row in a strip */
 #define EP_STRIP_BYTES 2048u
-#define EP_LL_PIECE_STRIPS 2u /* strips that a warp of dispatch moves at a time */
+#define EP_LL_PIECE_STRIPS 2u /* strips that a warp of dispatch takes at a time, at most */
 #define EP_LL_SLICES 16384u   /* in which a half of the stage is cleared */
 #define EP_LL_MAX_WINDOW (8ull << 30) /* bytes: staging grows with ranks and tokens, and low latency is for few */
 
@@ -57,8 +57,10 @@ typedef struct epLlRecordLayout {
 
 EP_HD uint32_t epLlHeadUnits(uint32_t topk) { return (1 + 2 * topk + 2) / 3; }
 EP_HD uint32_t epLlStrips(uint32_t rowBytes) { return (rowBytes + EP_STRIP_DATA - 1) / EP_STRIP_DATA; }
-EP_HD uint32_t epLlPieces(uint32_t rowBytes) {
-  return (epLlStrips(rowBytes) + EP_LL_PIECE_STRIPS - 1) / EP_LL_PIECE_STRIPS;
+/* Slots of one head are found once a piece, so 3-D expert-major has larger ones. */
+EP_HD uint32_t epLlPieceStrips(uint32_t layout) { return layout == EP_LAYOUT_KIND_RANK_MAJOR ? 1 : EP_LL_PIECE_STRIPS; }
+EP_HD uint32_t epLlPieces(uint32_t rowBytes, uint32_t layout) {
+  return (epLlStrips(rowBytes) + epLlPieceStrips(layout) - 1) / epLlPieceStrips(layout);
 }
 
 EP_HD epLlWindowLayout epLlWindowLayoutOf(epShape s) {
@@ -146,7 +148,7 @@ typedef struct epLlDispatchArgs {
   uint32_t tokensHeld;         /* the record's header has T, which the host does not know */
   uint32_t globalIdx;          /* outIdx holds global ids instead of local ones */
   uint32_t pushBlocks, blocks; /* block 0 counts, blocks [1, pushBlocks] send, the rest receive */
-  uint32_t pad;
+  uint32_t tokensABlock;       /* of those that send, at a time: at most a warp's decisions */
 } epLlDispatchArgs;
 
 typedef struct epLlCombineArgs {

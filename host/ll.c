@@ -304,6 +304,7 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
   a.decisions = h->pending.on ? (epLlDecisions){h->pending.indices.data, h->pending.indices.bytes == 8, 1}
                               : (epLlDecisions){h->record + a.recordLayout.topk, 0, 0};
   a.tokensHeld = !tokensKnown(h);
+  a.tokensABlock = epLlTokensABlock(a.numTokens, grid.pushBlocks, h->topk);
   a.pushBlocks = grid.pushBlocks;
   a.blocks = grid.blocks;
   launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};

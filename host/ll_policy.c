@@ -2,11 +2,13 @@
 #include "fail.h"
 #include "low_latency.h"
 
-/* A warp a piece of a row, and one more that greets: at T = 128 and a row of 14336 bytes on two ranks 512 pieces to send and 512
- * (3-D: 1024) to take, 1024 strips to return and as many to reduce, so that with 132 SMs every warp has one. */
+/* A warp a strip of a row (3-D expert-major takes two at a time), and one more that greets: at T = 128 and a row of 14336 bytes on
+ * two ranks 1024 to send and to take, 1024 to return and as many to reduce, so that with 132 SMs every warp has one. */
 #define EP_LL_WARPS 16u
 /* A sending block counts the decisions before its own tokens: two tokens a block spread the rows over the SMs. */
 #define EP_LL_TOKENS_A_BLOCK 2u
+/* Few items lie on as many SMs, up to this: one SM alone would store a token's eight slots in 1.5 us. */
+#define EP_LL_SPREAD 16u
 #define EP_LL_UPDATE_ENTRIES 2048u /* decisions a block of the update checks: one block at the sizes it is for */
 #define EP_EMU_LL_WARPS 2u /* there a thread is a fiber */
 
@@ -15,6 +17,16 @@ static unsigned clampTo(uint64_t v, unsigned low, unsigned high) {
 }
 
 static uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+/* Blocks for `items` and `spare` warps more, a warp each. */
+static unsigned blocksOf(uint64_t items, unsigned spare, unsigned warps, unsigned most) {
+  uint64_t needed = (items + spare + warps - 1) / warps, spread = items < EP_LL_SPREAD ? items : EP_LL_SPREAD;
+  return clampTo(needed > spread ? needed : spread, 1, most);
+}
+
+uint32_t epLlTokensABlock(uint32_t tokens, unsigned pushBlocks, uint32_t topk) {
+  return clampTo((tokens + pushBlocks - 1) / pushBlocks, 1, 32 / topk);
+}
 
 ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned sms, int kernelId, uint32_t tokens,
                         epConfig *c, epGrid *grid) {
@@ -37,13 +49,13 @@ ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned s
     uint64_t rows = T * least(c->layout == EP_LAYOUT_KIND_RANK_MAJOR ? c->ranks - 1 : c->ranks, c->topk);
     grid->pushBlocks = clampTo((T + EP_LL_TOKENS_A_BLOCK - 1) / EP_LL_TOKENS_A_BLOCK, 1, (total - 1) / 2);
     grid->blocks = grid->pushBlocks + 1;
-    grid->blocks += clampTo((rows * epLlPieces(c->rowBytes) + warps) / warps, 1, total - grid->blocks);
+    grid->blocks += blocksOf(rows * epLlPieces(c->rowBytes, c->layout), 1, warps, total - grid->blocks);
     return ncclSuccess;
   }
   /* 3-D: block 0 sends weights */
   uint64_t strips = epLlStrips(c->rowBytes), rows = T * least(c->ranks - 1, c->topk);
   unsigned before = c->layout == EP_LAYOUT_KIND_RANK_MAJOR ? 0 : 1;
-  grid->pushBlocks = c->ranks > 1 ? before + clampTo((rows * strips + warps - 1) / warps, 1, (total - before) / 2) : 0;
-  grid->blocks = grid->pushBlocks + clampTo((T * strips + warps) / warps, 1, total - grid->pushBlocks);
+  grid->pushBlocks = c->ranks > 1 ? before + blocksOf(rows * strips, 0, warps, (total - before) / 2) : 0;
+  grid->blocks = grid->pushBlocks + blocksOf(T * strips, 1, warps, total - grid->pushBlocks);
   return ncclSuccess;
 }

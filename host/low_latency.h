@@ -27,6 +27,8 @@ ncclResult_t epLlCombine(struct ncclEpHandle *handle, const ncclEpCombineInputs_
 /* Sets threads, and gives the grid. `tokens`: T, the best guess of the work there is. */
 ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned sms, int kernelId, uint32_t tokens,
                         epConfig *config, epGrid *grid);
+/* Tokens that a sending block of dispatch takes at a time. */
+uint32_t epLlTokensABlock(uint32_t tokens, unsigned pushBlocks, uint32_t topk);
 ncclResult_t epLlPrepareWishes(const struct ncclEpGroup *group, const ncclEpPrepareConfig_t *p, epWishes *out);
 
 #endif
