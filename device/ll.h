@@ -45,13 +45,13 @@ template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epG
   uint32_t gen = 0, t = p::tid();
   uint64_t window = 0;
   if (t == 0)
-    gen = p::ld_relaxed_sys(&state->stageGen) + 1;
+    gen = p::ld_relaxed_sys(&state->stageGen);
   if (t < c.ranks)
     window = p::ldg<uint64_t>(g.windows + t);
   ask();
   if (t == 0) {
     p::sts<uint32_t>(p::smem_base(), 0);
-    p::sts<uint32_t>(ep_ll_gen_at(), gen);
+    p::sts<uint32_t>(ep_ll_gen_at(), gen + 1); /* nothing before here waits for it */
   }
   if (t < c.ranks)
     p::sts<uint64_t>(ep_ll_window_at(t), window);

@@ -18,7 +18,7 @@
 #include "numbers.h"
 
 #define EP_LL_SLOT_BATCH 3  /* slots whose loads are on their way together: of a row that is sent */
-#define EP_LL_SHARE_BATCH 1 /* and of one that stays, which has more time where rows are many */
+#define EP_LL_SHARE_BATCH 1 /* and of one that stays, which has more time */
 #define EP_LL_ROW_BATCH 2  /* the same of staged rows */
 
 /* A strip's sum in a lane. */
@@ -258,10 +258,7 @@ DEV void ep_ll_share(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t r
     weight = mine;
     return true;
   };
-  if (a.blocks < EP_LL_NARROW_BLOCKS)
-    ep_ll_weigh<EP_LL_SLOT_BATCH>(c, a, row, strip, known, out);
-  else
-    ep_ll_weigh<EP_LL_SHARE_BATCH>(c, a, row, strip, known, out);
+  ep_ll_weigh<EP_LL_SHARE_BATCH>(c, a, row, strip, known, out);
 }
 
 DEV const uint8_t *ep_ll_from(uint64_t address, uint32_t lane) {

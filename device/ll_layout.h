@@ -130,37 +130,39 @@ typedef struct epLlDecisions {
   uint32_t borrowed; /* dispatch checks them and keeps them in the record */
 } epLlDecisions;
 
+/* What is needed first comes first: a new line of the arguments costs a trip. */
 typedef struct epLlDispatchArgs {
-  epGroupArgs group;
-  epLlWindowLayout window;
-  epLlRecordLayout recordLayout;
+  uint32_t pushBlocks, blocks; /* block 0 counts, blocks [1, pushBlocks] send, the rest receive */
+  uint32_t tokensABlock;       /* of those that send, at a time: at most a warp's decisions */
+  uint32_t numTokens;          /* T, or a bound of it: */
+  uint32_t tokensHeld;         /* the record's header has T, which the host does not know */
+  uint32_t globalIdx;          /* outIdx holds global ids instead of local ones */
   uint8_t *record;
   epLlDecisions decisions;
   const uint8_t *tokens; /* [T][rowBytes] */
   const float *weights;  /* [T][K] when cfg.weights */
-  uint8_t *outTokens;    /* rank-major [R][B][rowBytes], 3-D expert-major [L][R * B][rowBytes] */
-  float *outWeights;     /* rank-major [R][B][K] */
-  int32_t *outIdx;       /* rank-major [R][B][K] */
-  /* caller's counters, NULL where not asked for; *Wide: int64 instead of int32 */
-  void *expertCounters, *sourceCounters, *recvTotal;
-  uint32_t expertCountersWide, sourceCountersWide, recvTotalWide;
-  uint32_t numTokens;          /* T, or a bound of it: */
-  uint32_t tokensHeld;         /* the record's header has T, which the host does not know */
-  uint32_t globalIdx;          /* outIdx holds global ids instead of local ones */
-  uint32_t pushBlocks, blocks; /* block 0 counts, blocks [1, pushBlocks] send, the rest receive */
-  uint32_t tokensABlock;       /* of those that send, at a time: at most a warp's decisions */
-} epLlDispatchArgs;
-
-typedef struct epLlCombineArgs {
   epGroupArgs group;
   epLlWindowLayout window;
   epLlRecordLayout recordLayout;
+  uint8_t *outTokens; /* rank-major [R][B][rowBytes], 3-D expert-major [L][R * B][rowBytes] */
+  float *outWeights;  /* rank-major [R][B][K] */
+  int32_t *outIdx;    /* rank-major [R][B][K] */
+  /* caller's counters, NULL where not asked for; *Wide: int64 instead of int32 */
+  void *expertCounters, *sourceCounters, *recvTotal;
+  uint32_t expertCountersWide, sourceCountersWide, recvTotalWide;
+  uint32_t pad;
+} epLlDispatchArgs;
+
+typedef struct epLlCombineArgs {
+  uint32_t pushBlocks, blocks;    /* blocks [0, pushBlocks) send (3-D expert-major: block 0 weights alone), the rest reduce */
+  uint32_t numTokens, tokensHeld; /* as in dispatch */
   const uint8_t *record;
   const uint8_t *tokens; /* expert outputs, shaped as dispatch's output */
   const float *weights;  /* [T][K], 3-D expert-major */
-  uint8_t *outTokens;    /* [T][rowBytes] */
-  uint32_t numTokens, tokensHeld; /* as in dispatch */
-  uint32_t pushBlocks, blocks;    /* blocks [0, pushBlocks) send (3-D expert-major: block 0 weights alone), the rest reduce */
+  epGroupArgs group;
+  epLlWindowLayout window;
+  epLlRecordLayout recordLayout;
+  uint8_t *outTokens; /* [T][rowBytes] */
 } epLlCombineArgs;
 
 /* Shared memory of a block: the verdict word and the generation; window addresses of all ranks. Dispatch: sums of entries by expert and of
