@@ -6,7 +6,7 @@
  *   push      a block a few tokens: loads their rows while it counts the decisions before them, and stores head and row as units to
  *             every other rank the token goes to (ll_layout.h). This rank's own rows are not staged: rank-major stores them in
  *             their place at once, 3-D expert-major passes their heads, because their slots need the counts of other ranks
- *   receive   a warp 3584 bytes of a row, to its place or places. Rank-major needs no counts for that; 3-D expert-major first
+ *   receive   a warp a strip of a row, in 3-D expert-major two, to its place or places. Rank-major needs no counts for that; 3-D expert-major first
  *             slots are sums over the sources before, from counts that come before the rows
  *
  * Latency, in dependent trips: decisions, row and generation together (0.7 us), store to the peer and its sight there

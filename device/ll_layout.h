@@ -5,8 +5,8 @@
  * once. The reader of a unit therefore needs no flag and no fence, and the link carries 8/7 of the bytes. A strip is 128 units,
  * 1792 bytes of a row: what a warp handles at a time, 4 units a lane or 4 vectors in each of 28 lanes.
  *
- * A tag comes again after 65,536 operations, so no unit may stay that long: each operation clears a slice of the half that it does not
- * use (epLlSlice), with a tag of its own parity, which the other half's operations never have. Units of heads hold the whole
+ * A tag comes again after 65,536 operations, so no unit may stay that long: now and then an operation clears a slice of the half that it
+ * does not use (epLlSlice), with a tag of its own parity, which the other half's operations never have. Units of heads hold the whole
  * generation and 12 bytes.
  *
  * Window of a rank (peers store into it); [2] is the operation's generation & 1
