@@ -267,6 +267,8 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
   kc.scaleBytes = scaleBytes;
   obstacle = epDirectOutput(h, out->tokens, shared, &kc, &a);
+  if (g->config.zero_copy != NCCL_EP_ZERO_COPY_ON && !epPolicyDirectPays(&g->topology, epCallSms(g, ext->num_sms)))
+    kc.direct = 0;
   if (h->pending.on) {
     epMoveFused(&kc, h->pending.indices.bytes);
     r = g->be->ops->isCapturing(g->be, stream, &capturing);

@@ -16,6 +16,9 @@
 #define EP_PUSH_BLOCKS_COMBINE_FLAT 28u
 /* Into the peers' outputs senders store all rows, this rank's own too, and the epilogue is left with weights, indices, scales
  * and what comes staged: an eighth of the blocks, two at least so that one can be routing and one waiting. */
+#define EP_PUSH_BLOCKS_DIRECT 36u
+/* With all SMs staging is as fast (T = 4096 and 8192: 185 and 347 us for 189 and 350), with 16 slower (699 for 508). */
+#define EP_DIRECT_MOST_SMS 64u
 #define EP_DIRECT_RECEIVERS(blocks) ((blocks) / 8 > 2 ? (blocks) / 8 : 2)
 
 /* Warps of a block that moves rows, beside the signaller: 8 with two stages of a whole row each were faster than 16 or
@@ -26,6 +29,8 @@
  * 8 a warp. */
 #define EP_UPDATE_TOKENS_A_BLOCK 128u
 #define EP_FUSED_TOKENS_A_BLOCK 64u     /* inside a dispatch, whose blocks have half as many warps */
+/* Fewer blocks of receivers are slower at the record than all blocks in a launch of its own (16 SMs, T = 8192: 762 and 699 us). */
+#define EP_FUSED_RECEIVERS 16u
 #define EP_EMU_UPDATE_TOKENS_A_BLOCK 8u /* there blocks are for meeting each other */
 /* On the emulated fabric a thread is a fiber: two warps a block are what its checks need, more cost only time. */
 #define EP_EMU_WARPS 2u
@@ -58,6 +63,10 @@ ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t t
   return ncclSuccess;
 }
 
+int epPolicyDirectPays(const epTopology *topology, unsigned sms) {
+  return !topology->arch || sms <= EP_DIRECT_MOST_SMS;
+}
+
 unsigned epPolicyFusedBlocks(const epTopology *topology, const epGrid *grid, uint32_t tokens) {
   uint32_t each = topology->arch ? EP_FUSED_TOKENS_A_BLOCK : EP_EMU_UPDATE_TOKENS_A_BLOCK;
   unsigned blocks = least(least(EP_MAX_UPDATE_BLOCKS, grid->blocks - grid->pushBlocks), (tokens + each - 1) / each);
@@ -68,7 +77,7 @@ static unsigned epPushBlocks(int kernelId, const epConfig *config, unsigned bloc
   unsigned half = blocks / 2;
   int major = config->layout != EP_LAYOUT_KIND_FLAT && config->rowBytes >= EP_LONG_ROW;
   if (kernelId == EP_KERNEL_DISPATCH && config->direct && blocks > 2 * EP_DIRECT_RECEIVERS(blocks))
-    return blocks - EP_DIRECT_RECEIVERS(blocks);
+    return least(EP_PUSH_BLOCKS_DIRECT, blocks - EP_DIRECT_RECEIVERS(blocks));
   if (kernelId == EP_KERNEL_DISPATCH)
     return least(major ? EP_PUSH_BLOCKS_DISPATCH_MAJOR : EP_PUSH_BLOCKS_DISPATCH, half);
   return config->layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_COMBINE_FLAT, half) : blocks * 2 / 3;
@@ -100,5 +109,6 @@ ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned
     if (grid->blocks < 2) grid->blocks = 2;
     grid->pushBlocks = epPushBlocks(kernelId, config, grid->blocks);
   }
+  if (topology->arch && grid->blocks - grid->pushBlocks < EP_FUSED_RECEIVERS) config->fused = config->indexBytes = 0;
   return ncclSuccess;
 }

@@ -40,7 +40,8 @@
  *   Windows    A window-backed tensor (data NULL, win_hdl and win_offset) lies in a window that ncclCommWindowRegister
  *              made on the group's communicator with NCCL_WIN_COLL_SYMMETRIC. Any tensor may; it is then used as an
  *              address. Into outputs.tokens of a flat dispatch (high throughput, one scale-up domain, at most 32
- *              ranks, SM90 and up) the peers store rows in place, without staging and copy, unless zero_copy is OFF.
+ *              ranks, SM90 and up) the peers store rows in place, without staging and copy, where zero_copy is ON, or AUTO
+ *              and few SMs may be used (with all of them staging is as fast).
  *              That window stays registered, on every rank, until the streams of all ranks have passed the call. Ranks
  *              need not agree: each may give ordinary memory, another window, another offset. A call resolves its
  *              windows itself and remembers none, so a handle value that comes back for other memory is no danger, and
@@ -238,7 +239,7 @@ typedef enum { NCCL_EP_FWD_PASS = 0, NCCL_EP_BWD_PASS = 1 } ncclEpPassDir_t;
 
 /* Whether rows of dispatch may go straight into window-backed outputs of the peers (see "Windows" above). */
 typedef enum {
-  NCCL_EP_ZERO_COPY_AUTO = NCCL_EP_AUTO, /* into those that can be written so; the others are staged */
+  NCCL_EP_ZERO_COPY_AUTO = NCCL_EP_AUTO, /* into those that can be written so, where it pays: with few SMs; else staged */
   NCCL_EP_ZERO_COPY_OFF,                 /* staging */
   NCCL_EP_ZERO_COPY_ON /* a dispatch whose outputs.tokens cannot be written so is refused (with more than one rank).
                           Combine is as ever. Not supported yet in low latency and across scale-up domains */
