@@ -75,6 +75,7 @@ void Engine::ginPut(GinPort *port, u32 context, u32 domain, u64 to, u64 from, u3
   ginEnter(q);
   drain(); // what happened before the put is what it reads
   u32 number = ++q->issued;
+  ginPuts++, ginPutBytes += bytes;
   LastStamp writers;
   for (u32 i = 0; i < bytes; i += 4) {
     Word *w = Memory::wordAt(r, src + i);

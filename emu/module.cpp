@@ -314,6 +314,8 @@ static ncclResult_t report(ncclComm_t comm, ncclEpEmuReport_t *out) {
   out->faults = e.reports.count();
   out->switches = e.switches;
   out->clock_ns = e.clockNs;
+  out->gin_puts = e.ginPuts;
+  out->gin_put_bytes = e.ginPutBytes;
   size_t n = std::min(e.reports.text().size(), sizeof out->text - 1);
   memcpy(out->text, e.reports.text().data(), n);
   out->text[n] = 0;

@@ -281,6 +281,8 @@ typedef struct {
   unsigned long long switches; /* context switches run */
   unsigned long long clock_ns; /* simulated clock */
   char text[4096];             /* the first reports: cause, rank, block, thread, place */
+  /* Between scale-up domains, of all ranks since the communicators were made. */
+  unsigned long long gin_puts, gin_put_bytes;
 } ncclEpEmuReport_t;
 #define NCCL_EP_EMU_REPORT_INIT NCCL_EP_STRUCT_INIT(ncclEpEmuReport_t, NCCL_EP_MAGIC)
 

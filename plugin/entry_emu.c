@@ -99,8 +99,8 @@ ncclResult_t ncclEpEmuGetReport(ncclComm_t comm, ncclEpEmuReport_t *report) {
   EP_CALL();
   ncclEpEmuReport_t out;
   const epEmuModule *m = NULL;
-  ncclResult_t r =
-      epTakeStruct("ncclEpEmuGetReport", "report", report, (unsigned)sizeof out, 4, &out, (unsigned)sizeof out);
+  ncclResult_t r = epTakeStruct("ncclEpEmuGetReport", "report", report, (unsigned)offsetof(ncclEpEmuReport_t, gin_puts),
+                                8, &out, (unsigned)sizeof out);
   if (r == ncclSuccess) r = epEmuLoad(&m);
   if (r == ncclSuccess) r = m->report(comm, &out);
   if (r == ncclSuccess) epGiveStruct(&out, sizeof out, report);

@@ -10,6 +10,7 @@
 
 #include "harness.h"
 #include "hybrid_layout.h"
+#include "model.h"
 
 static const epCase base = {.ranks = 4,
                             .experts = 20,
@@ -134,6 +135,77 @@ static void sumsStartFromBiases(void **state) {
   epRoundFree(&round);
 }
 
+/* ---- What crosses the network ------------------------------------------------------------------------------------------- */
+
+typedef struct crossing {
+  const epRound *round;
+  unsigned long long puts, bytes; /* OUT */
+} crossing;
+
+static void crossingBody(epTestRank *me) {
+  crossing *x = me->arg;
+  ncclEpEmuReport_t report = NCCL_EP_EMU_REPORT_INIT;
+  epRun run = {0};
+  epGroupMake(me, x->round->c);
+  if (!me->group) return;
+  epRunUpdate(me, &run, x->round);
+  epRunDispatch(me, &run);
+  epRunCombine(me, &run);
+  epRunFree(me, &run);
+  epGroupFree(me); /* waits for all ranks */
+  if (me->rank) return;
+  EXPECT_OK(me, ncclEpEmuGetReport(me->comm, &report));
+  EXPECT(me, !report.faults, "%s", report.text);
+  x->puts = report.gin_puts, x->bytes = report.gin_put_bytes;
+}
+
+static int64_t pickNone(const epCase *c, uint32_t rank, uint32_t token, uint32_t k, void *arg) {
+  (void)c, (void)rank, (void)token, (void)k, (void)arg;
+  return -1;
+}
+
+static crossing cross(const uint32_t *tokens, epPickFn pick, uint64_t seed, epModelTraffic *model) {
+  epRound round;
+  crossing x = {.round = &round};
+  uint32_t rows = 0;
+  epRoundMake(&round, &base, tokens, pick, &seed);
+  epTestWorld world = {.ranks = 4, .seed = 7, .arg = &x};
+  epWorldRun(&world, crossingBody);
+  if (model) { /* the same routing, counted by ep_bench --model */
+    int64_t *all = calloc((size_t)4 * base.maxTokens * base.topk, sizeof *all);
+    assert_non_null(all);
+    for (uint32_t r = 0; r < 4; rows += tokens[r++])
+      memcpy(all + (size_t)rows * base.topk, round.idx[r], (size_t)tokens[r] * base.topk * sizeof *all);
+    epRouteSpec spec = {.kind = EP_ROUTE_FILE,
+                        .ranks = 4,
+                        .experts = base.experts,
+                        .topk = base.topk,
+                        .tokensLow = tokens,
+                        .tokensHigh = tokens,
+                        .fileEntries = all,
+                        .fileRows = rows};
+    epModelShape shape = {.scaleOut = 2, .scaleUp = 2, .experts = base.experts, .topk = base.topk};
+    assert_int_equal(epModelCount(&shape, &spec, 1, model), 0);
+    free(all);
+  }
+  epRoundFree(&round);
+  return x;
+}
+
+/* The kernels put as many rows as the model counts: a batch against one of as many tokens that go nowhere. */
+static void theModelCountsWhatKernelsPut(void **state) {
+  static const uint32_t tokens[] = {8, 5, 0, 7};
+  epModelTraffic model;
+  double out = 0, in = 0;
+  (void)state;
+  crossing nowhere = cross(tokens, pickNone, 0, NULL), some = cross(tokens, epPickRandom, 9, &model);
+  for (uint32_t r = 0; r < 4; r++) out += model.rank[r].toRail, in += model.rank[r].fromRail;
+  epModelTrafficFree(&model);
+  assert_true(out > 5 && out == in);
+  assert_int_equal(some.puts - nowhere.puts, 2 * (unsigned)out); /* dispatch and combine */
+  assert_int_equal(some.bytes - nowhere.bytes, (unsigned)out * (4 * base.hidden + epWeightBytes(base.topk)));
+}
+
 /* ---- Records of other groups -------------------------------------------------------------------------------------------- */
 
 /* A record like this group's in all but how its ranks are divided, here by a changed header. */
@@ -249,11 +321,9 @@ static void aRankThatStaysAwayIsReported(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(propertiesTellWhatIsAsked),
-      cmocka_unit_test(queuePairsAreTheCallers),
-      cmocka_unit_test(sumsStartFromBiases),
-      cmocka_unit_test(recordsOfOtherDomainsAreRefused),
-      cmocka_unit_test(aRankThatStaysAwayIsReported),
+      cmocka_unit_test(propertiesTellWhatIsAsked),       cmocka_unit_test(queuePairsAreTheCallers),
+      cmocka_unit_test(theModelCountsWhatKernelsPut),    cmocka_unit_test(sumsStartFromBiases),
+      cmocka_unit_test(recordsOfOtherDomainsAreRefused), cmocka_unit_test(aRankThatStaysAwayIsReported),
   };
   if (setenv("EP_TEST_DOMAINS", "2", 1)) return 1;
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -90,7 +90,7 @@ ErrorInfo = struct('ncclEpErrorInfo_t', ('code', _i), ('rank', _i), ('peer', _i)
 EmuOptions = struct('ncclEpEmuOptions_t', ('seed', c.c_ulonglong), ('num_sms', _u), ('bug', _u),
                     ('no_weak_memory', _u), ('no_bulk_copies', _u))
 EmuReport = struct('ncclEpEmuReport_t', ('faults', _u), ('switches', c.c_ulonglong), ('clock_ns', c.c_ulonglong),
-                   ('text', c.c_char * 4096))
+                   ('text', c.c_char * 4096), ('gin_puts', c.c_ulonglong), ('gin_put_bytes', c.c_ulonglong))
 
 STRUCTS = (Tensor, GroupConfig, LayoutInfo, HandleConfig, DispatchInputs, DispatchOutputs, DispatchConfig,
            CombineInputs, CombineOutputs, CombineConfig, BufferSizeConfig, BufferSize, GroupProperties,
