@@ -661,7 +661,12 @@ ncclResult_t ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t *top
                                 const ncclEpLayoutInfo_t *layout_info, cudaStream_t stream);
 
 /* ncclEpCreateHandle: ncclEpInitHandle with memory of the group's allocator and K of topk_idx, then ncclEpUpdateHandle.
- * Collective. Not allowed while `stream` is being captured. */
+ *   handle       out
+ *   layout       of this handle's dispatch outputs, as for ncclEpHandleMemSize
+ *   topk_idx     as for ncclEpUpdateHandle
+ *   layout_info  as for ncclEpUpdateHandle
+ *   config       NULL: defaults
+ * Collective (local in low latency). Not allowed while `stream` is being captured. */
 ncclResult_t ncclEpCreateHandle(ncclEpHandle_t *handle, ncclEpGroup_t ep_group, ncclEpLayout_t layout,
                                 const ncclEpTensor_t *topk_idx, const ncclEpLayoutInfo_t *layout_info,
                                 const ncclEpHandleConfig_t *config, cudaStream_t stream);
@@ -679,7 +684,7 @@ ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle);
  *                refused, naming the number needed, else the rows that fit arrive and ncclEpGetAsyncError says so.
  *                Flat: token rows past the received ones stay untouched; with a budget, topk_idx and topk_weights past
  *                them are set to -1 and 0.
- *   layout_info  NULL, or recv_topk_idx_kind
+ *   layout_info  NULL, or recv_topk_idx_kind; in low latency counters too
  *   config       NULL: forward, no recipe
  * Collective, asynchronous, capturable. Any number of times per update. Bytes and order of the outputs depend on the
  * inputs only.

@@ -4,7 +4,8 @@
  * thread, and communicators of the emulated fabric, on which every ncclEp* call runs without a GPU.
  *
  * Nothing here appends a field to a struct of nccl_ep.h. Every struct here starts with `size` and `magic` and is filled
- * by its _INIT macro, as there. All functions are thread-safe per group, as NCCL is per communicator.
+ * by its _INIT macro, as there. The conventions of all calls that nccl_ep.h opens with (results, streams, threads, memory) hold here
+ * too.
  */
 #ifndef NCCL_EP_EXT_H_
 #define NCCL_EP_EXT_H_
@@ -17,8 +18,9 @@ extern "C" {
 
 /* ---- Errors ------------------------------------------------------------------------------------------------------ */
 
-/* The line that explains the last error an ncclEp* call of this thread returned: names the argument, its value and what
- * was expected. Empty string when no call has failed. Valid until the thread's next ncclEp* call. Never NULL. */
+/* ncclEpGetLastErrorString: the line that explains the last error an ncclEp* call of this thread returned: names the
+ * argument, its value and what was expected. Empty string when no call has failed. Valid until the thread's next ncclEp*
+ * call. Never NULL. What kernels report is told by ncclEpGetErrorInfo. Local; any thread. */
 const char *ncclEpGetLastErrorString(void);
 
 /* What a kernel of the group reported. Read from host-visible memory; synchronises nothing. */
@@ -36,6 +38,10 @@ typedef struct {
   char text[256];        /* one line for people */
 } ncclEpErrorInfo_t;
 #define NCCL_EP_ERROR_INFO_INIT NCCL_EP_STRUCT_INIT(ncclEpErrorInfo_t, NCCL_EP_MAGIC)
+/* ncclEpGetErrorInfo: which report it is that ncclEpGetAsyncError tells of: rank, peer and phase of a wait that ended, the id out of
+ * range, the rows needed.
+ *   info  in and out: filled by its _INIT macro; code 0 when nothing was reported
+ * Local; reads host memory, synchronises nothing. */
 ncclResult_t ncclEpGetErrorInfo(ncclEpGroup_t group, ncclEpErrorInfo_t *info);
 
 /* ---- Sizes ------------------------------------------------------------------------------------------------------- */
@@ -89,7 +95,11 @@ typedef struct {
  * they are made of. A group's window is sized by max_token_bytes and num_topk of its configuration. Here
  * max_token_bytes is the wider of a dispatched row with its scales (rounded up to 16) and a row of expert outputs: FP8
  * with scales and BF16 outputs, for example, is datatype ncclFloat8e4m3, scale_bytes 224 and combine_datatype
- * ncclBfloat16. Local; allocates nothing that stays. ncclInvalidArgument names a limit that is exceeded. */
+ * ncclBfloat16.
+ *   comm    NCCL's communicator or one of the emulated fabric; only its ranks and links are looked at
+ *   config  not NULL
+ *   sizes   in and out: filled by its _INIT macro
+ * Local; allocates nothing that stays. ncclInvalidArgument names a limit that is exceeded. */
 ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config,
                                        ncclEpBufferSize_t *sizes);
 
@@ -112,7 +122,9 @@ typedef struct {
 } ncclEpGroupProperties_t;
 #define NCCL_EP_GROUP_PROPERTIES_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupProperties_t, NCCL_EP_MAGIC)
 /* ncclEpGetGroupProperties: what a group is and what was chosen for it. The SM counts are those of the largest batch
- * and row. Local. */
+ * and row.
+ *   properties  in and out: filled by its _INIT macro
+ * Local. */
 ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties);
 
 /* ---- Update, with options ------------------------------------------------------------------------------------------
@@ -127,7 +139,10 @@ typedef struct {
   int borrow_topk_idx;
 } ncclEpUpdateExtConfig_t;
 #define NCCL_EP_UPDATE_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpUpdateExtConfig_t, NCCL_EP_MAGIC)
-/* ncclEpUpdateHandleExt: ncclEpUpdateHandle, with options. config NULL: as ncclEpUpdateHandle.
+/* ncclEpUpdateHandleExt: ncclEpUpdateHandle, with options.
+ *   topk_idx     as for ncclEpUpdateHandle
+ *   layout_info  as for ncclEpUpdateHandle
+ *   config       NULL: as ncclEpUpdateHandle
  * A borrowed topk_idx changes no output. The update is part of the first ncclEpDispatch on the handle, and the routing
  * record (handle_mem) holds this routing once that has run. Another call that needs the routing, if it comes first,
  * launches the update before itself. Until then the counters of layout_info and the host counts of this routing are not
@@ -165,8 +180,13 @@ typedef struct {
   unsigned int num_sms; /* thread blocks (SMs) of this call at most; 0, or more than the group's: the group's */
 } ncclEpDispatchExtConfig_t;
 #define NCCL_EP_DISPATCH_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchExtConfig_t, NCCL_EP_MAGIC)
-/* ncclEpDispatchExt: ncclEpDispatch, with options. ext_config NULL: as ncclEpDispatch. Options may differ from rank to
- * rank. Low latency has no options: it refuses all but the defaults. */
+/* ncclEpDispatchExt: ncclEpDispatch, with options.
+ *   inputs       as for ncclEpDispatch
+ *   outputs      as for ncclEpDispatch
+ *   layout_info  as for ncclEpDispatch
+ *   config       as for ncclEpDispatch
+ *   ext_config   NULL: as ncclEpDispatch
+ * Collective, asynchronous, capturable. Options may differ from rank to rank. Low latency has no options: it refuses all but the defaults. */
 ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
                                const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                                const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext_config,
@@ -183,7 +203,12 @@ typedef struct {
   const ncclEpTensor_t *bias[2];
 } ncclEpCombineExtConfig_t;
 #define NCCL_EP_COMBINE_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpCombineExtConfig_t, NCCL_EP_MAGIC)
-/* ncclEpCombineExt: ncclEpCombine, with options. ext_config NULL: as ncclEpCombine. Options may differ from rank to rank.
+/* ncclEpCombineExt: ncclEpCombine, with options.
+ *   inputs      as for ncclEpCombine
+ *   outputs     as for ncclEpCombine
+ *   config      as for ncclEpCombine
+ *   ext_config  NULL: as ncclEpCombine
+ * Collective, asynchronous, capturable. Options may differ from rank to rank.
  * Low latency has no options: it refuses all but the defaults. */
 ncclResult_t ncclEpCombineExt(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
                               const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
@@ -202,10 +227,13 @@ typedef struct {
 } ncclEpHostCounts_t;
 #define NCCL_EP_HOST_COUNTS_INIT NCCL_EP_STRUCT_INIT(ncclEpHostCounts_t, NCCL_EP_MAGIC)
 
-/* Waits on the host, at most the group's timeout, until the handle's last update has run, and gives its exact counts.
+/* ncclEpGetHostCounts: exact counts of a handle's routing, after a bounded wait. Waits on the host, at most the group's timeout,
+ * until the handle's last update has run.
+ *   counts  in and out: filled by its _INIT macro, with the caller's arrays or NULL
  * Blocks the calling thread only; not allowed while the update's stream is being captured. An update inside a graph
  * runs when the graph does: synchronise the replay first. Once any update of the group was captured, the wait is for
- * the stream of the handle's last update. ncclSystemError: the timeout passed; ncclRemoteError: a kernel gave up. */
+ * the stream of the handle's last update. Local. ncclInvalidUsage: in low latency, where dispatch's layout_info has the counts, and
+ * where no update has run yet. ncclSystemError: the timeout passed. ncclRemoteError: a kernel gave up. */
 ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *counts);
 
 /* ---- The routing record's metadata --------------------------------------------------------------------------------
@@ -224,8 +252,10 @@ typedef struct {
   long long *received_slot; /* [N][K] output row here that each received row's k occupies, or -1 */
 } ncclEpHandleMetadata_t;
 #define NCCL_EP_HANDLE_METADATA_INIT NCCL_EP_STRUCT_INIT(ncclEpHandleMetadata_t, NCCL_EP_MAGIC)
-/* ncclEpGetHandleMetadata: sent_slot and received_slot are flat rows or expert-major slots, as the handle's layout says.
- * A capacity that is too small is refused and the number needed named; then nothing is promised of the arrays. */
+/* ncclEpGetHandleMetadata: where each row came from and where each sent row lies, copied from the routing record to the host.
+ * sent_slot and received_slot are flat rows or expert-major slots, as the handle's layout says.
+ *   metadata  in and out: filled by its _INIT macro, with the caller's arrays and their capacities
+ * Local; waits for the handle's last update. ncclInvalidUsage: in low latency, whose places are fixed. A capacity that is too small is refused and the number needed named; then nothing is promised of the arrays. */
 ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata);
 
 /* ---- Compiling ahead ----------------------------------------------------------------------------------------------
@@ -247,7 +277,9 @@ typedef struct {
   int window_output;   /* 1: dispatch's outputs.tokens will be window-backed, see "Windows" in nccl_ep.h */
 } ncclEpPrepareConfig_t;
 #define NCCL_EP_PREPARE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpPrepareConfig_t, NCCL_EP_MAGIC)
-/* ncclEpPrepare: compiles and loads every kernel that calls of this shape need, so that no later call compiles: update,
+/* ncclEpPrepare: compiles and loads every kernel that calls of this shape need, so that no later call compiles.
+ *   config  not NULL: the shape
+ * Update,
  * forward dispatch and combine, with `backward` those of the backward pass too, with `borrow_topk_idx` the forward dispatch
  * that follows a borrowing update (low latency's serves both), with `window_output` those of dispatch for a window-backed
  * output instead of an ordinary one. Low latency refuses `backward` and `scale_bytes`. Not while
@@ -286,27 +318,63 @@ typedef struct {
 } ncclEpEmuReport_t;
 #define NCCL_EP_EMU_REPORT_INIT NCCL_EP_STRUCT_INIT(ncclEpEmuReport_t, NCCL_EP_MAGIC)
 
-/* Makes scaleOut * scaleUp communicators of one fabric, rank = o * scaleUp + u. options NULL: defaults. */
+/* ncclEpEmuCommInitAll: makes scaleOut * scaleUp communicators of one fabric, rank = o * scaleUp + u.
+ *   comms     out: array of scaleOut * scaleUp
+ *   scaleOut  scale-up domains, at least 1
+ *   scaleUp   ranks of a domain, at least 1
+ *   options   NULL: defaults
+ * Local; any thread. ncclSystemError: libnccl_ep_emu.so was not found or does not fit this library. */
 ncclResult_t ncclEpEmuCommInitAll(ncclComm_t *comms, int scaleOut, int scaleUp, const ncclEpEmuOptions_t *options);
+/* ncclEpEmuCommDestroy: releases one rank's communicator; the fabric goes with its last one. Its groups are to be destroyed before. */
 ncclResult_t ncclEpEmuCommDestroy(ncclComm_t comm);
-/* Emulated device memory of the communicator's rank: 0xA5 in every byte and never written; `name` appears in reports.
- */
+/* ncclEpEmuMalloc: emulated device memory of the communicator's rank, 0xA5 in every byte and counted as never written.
+ *   ptr    out, released by ncclEpEmuFree
+ *   bytes  its size
+ *   name   copied; appears in reports */
 ncclResult_t ncclEpEmuMalloc(ncclComm_t comm, void **ptr, size_t bytes, const char *name);
+/* ncclEpEmuFree: releases memory of ncclEpEmuMalloc.
+ *   ptr  as ncclEpEmuMalloc gave it */
 ncclResult_t ncclEpEmuFree(ncclComm_t comm, void *ptr);
-/* In stream order; either side may be host or emulated memory. */
+/* ncclEpEmuMemcpy: copies in stream order.
+ *   dst    host or emulated memory
+ *   src    host or emulated memory
+ *   bytes  how many */
 ncclResult_t ncclEpEmuMemcpy(ncclComm_t comm, void *dst, const void *src, size_t bytes, cudaStream_t stream);
+/* ncclEpEmuMemset: fills in stream order.
+ *   dst    host or emulated memory
+ *   value  of each byte
+ *   bytes  how many */
 ncclResult_t ncclEpEmuMemset(ncclComm_t comm, void *dst, int value, size_t bytes, cudaStream_t stream);
+/* ncclEpEmuStreamCreate: a stream of the communicator's rank.
+ *   stream  out, released by ncclEpEmuStreamDestroy */
 ncclResult_t ncclEpEmuStreamCreate(ncclComm_t comm, cudaStream_t *stream);
+/* ncclEpEmuStreamDestroy: releases a stream of ncclEpEmuStreamCreate. */
 ncclResult_t ncclEpEmuStreamDestroy(ncclComm_t comm, cudaStream_t stream);
+/* ncclEpEmuStreamSynchronize: waits on the host until the stream has run all its work; the fabric runs meanwhile. */
 ncclResult_t ncclEpEmuStreamSynchronize(ncclComm_t comm, cudaStream_t stream);
+/* ncclEpEmuEventCreate: an event of the communicator's rank.
+ *   event  out, released by ncclEpEmuEventDestroy */
 ncclResult_t ncclEpEmuEventCreate(ncclComm_t comm, cudaEvent_t *event);
+/* ncclEpEmuEventDestroy: releases an event of ncclEpEmuEventCreate.
+ *   event  of ncclEpEmuEventCreate */
 ncclResult_t ncclEpEmuEventDestroy(ncclComm_t comm, cudaEvent_t event);
+/* ncclEpEmuEventRecord: the event has happened once the stream has passed this call.
+ *   event  of ncclEpEmuEventCreate */
 ncclResult_t ncclEpEmuEventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream);
+/* ncclEpEmuStreamWaitEvent: what the stream is given from now on waits for the event.
+ *   event  of ncclEpEmuEventCreate */
 ncclResult_t ncclEpEmuStreamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEvent_t event);
-/* Collective, as ncclCommWindowRegister. */
+/* ncclEpEmuWindowRegister: a window over emulated memory, as ncclCommWindowRegister makes one.
+ *   buffer  memory of ncclEpEmuMalloc
+ *   bytes   its size
+ *   window  out, released by ncclEpEmuWindowDeregister
+ * Collective. */
 ncclResult_t ncclEpEmuWindowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *window);
+/* ncclEpEmuWindowDeregister: releases a window of ncclEpEmuWindowRegister, not the memory under it.
+ *   window  of this communicator */
 ncclResult_t ncclEpEmuWindowDeregister(ncclComm_t comm, ncclWindow_t window);
-/* What the fabric's checkers saw: data races, missing fences, reads of memory nothing wrote, deadlocks. */
+/* ncclEpEmuGetReport: what the fabric's checkers saw: data races, missing fences, reads of memory nothing wrote, deadlocks.
+ *   report  in and out: filled by its _INIT macro */
 ncclResult_t ncclEpEmuGetReport(ncclComm_t comm, ncclEpEmuReport_t *report);
 
 #ifdef __cplusplus

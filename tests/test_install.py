@@ -14,7 +14,7 @@ with tempfile.TemporaryDirectory(prefix='nccl_ep_install.') as root:
     found = {}
     for folder, _, names in os.walk(root):
         found.update({name: os.path.join(folder, name) for name in names})
-    for name in ('LICENSE', 'NOTICE', 'nccl_ep.h', 'nccl_ep_ext.h', 'libnccl_ep_emu.so', 'ep_bench', 'ep_demo'):
+    for name in ('LICENSE', 'NOTICE', 'nccl_ep.h', 'nccl_ep_ext.h', 'libnccl_ep_emu.so', 'ep_bench', 'ep_demo', 'ncclEpDispatch.3'):
         if name not in found:
             sys.exit(name + ' was not installed')
     small = ['--backend', 'emu', '--topology', '1x2', '--tokens', '4', '--hidden', '64']
