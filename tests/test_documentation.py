@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The documentation of the interface is complete: docs/compatibility.md has a row for every function, struct field and enumerator of the
-public headers and none for what is not there, and every exported function has a manual page with its parameters that renders without
+public headers and none for what is not there, what it quotes the library can say, and every exported function has a manual page with its parameters that renders without
 warnings. Arguments: the source folder, the folder of the manual pages. Prints one line a check in cmocka's style."""
 import os
 import re
@@ -58,9 +58,41 @@ def page_problems(function):
     return problems
 
 
+def messages():
+    """The library's string literals, adjacent ones joined, with every conversion as one %."""
+    found = set()
+    for folder in ('host', 'jit', 'plugin'):
+        for name in sorted(os.listdir(os.path.join(SOURCE, folder))):
+            if not name.endswith('.c'):
+                continue
+            with open(os.path.join(SOURCE, folder, name), encoding='utf-8') as file:
+                text = re.sub(r'/\*.*?\*/', '', file.read(), flags=re.S)
+            for run in re.findall(r'"(?:[^"\\]|\\.)*"(?:\s*"(?:[^"\\]|\\.)*")*', text):
+                joined = ''.join(re.findall(r'"((?:[^"\\]|\\.)*)"', run))
+                found.add(re.sub(r'%[#0-9.]*(?:ll|z|h)?[a-z]', '%', joined))
+    return '\n'.join(found)
+
+
+def quoted(text):
+    """Lines of the library that the tables quote."""
+    heading = ''
+    for line in text.split('\n'):
+        if line.startswith('#'):
+            heading = line.strip('# ')
+        elif line.startswith('|') and heading != 'Text and implementation':
+            yield from re.findall(r'"([^"]+)"', line)
+
+
+def pattern(quote):
+    """A word of it may be what a conversion puts there; an ellipsis is anything."""
+    words = [r'[^\n]*?'.join(f'(?:{re.escape(p)}|%[:,;)]?)' if p else '' for p in w.split('…')) for w in quote.split()]
+    return re.compile(' '.join(words))
+
+
 functions, types = header.read(HEADERS)
 with open(os.path.join(SOURCE, 'docs', 'compatibility.md'), encoding='utf-8') as file:
-    table = rows(file.read())
+    document = file.read()
+table, lines = rows(document), messages()
 with open(os.path.join(SOURCE, 'plugin', 'nccl_ep.map'), encoding='ascii') as file:
     exported = set(re.findall(r'^\s*(ncclEp\w+);', file.read(), re.M))
 
@@ -77,6 +109,8 @@ check('compatibility.md has no function that is gone', (f'a row for {n}' for n i
 check('every row has a state', (f'{h}: {n}: "{state}" is none of {", ".join(STATES)}' for (h, n), state in table.items()
                                 if (h, n) in wanted or (h, n) in function_rows
                                 if state.split(',')[0].split(':')[0] not in STATES))
+check('every line that compatibility.md quotes is in the library', (f'no source has "{q}"' for q in quoted(document)
+                                                                         if not pattern(q).search(lines)))
 check('exported and declared functions agree', (f'{n}: in one of map and headers only' for n in sorted(exported ^ wanted_functions)))
 check('every function has a manual page', (p for f in functions.values() for p in page_problems(f)))
 if shutil.which('groff'):
