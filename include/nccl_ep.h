@@ -235,7 +235,10 @@ typedef enum {
 /* Direction of a pass. Forward dispatch carries routing weights; the backward pass of combine is a dispatch without
  * them along the same handle; the backward pass of dispatch is a combine that carries the gradients of the weights too.
  */
-typedef enum { NCCL_EP_FWD_PASS = 0, NCCL_EP_BWD_PASS = 1 } ncclEpPassDir_t;
+typedef enum {
+  NCCL_EP_FWD_PASS = 0, /* dispatch takes topk_weights, combine tokens only */
+  NCCL_EP_BWD_PASS = 1  /* dispatch takes tokens only, combine topk_weights too. High throughput */
+} ncclEpPassDir_t;
 
 /* Whether rows of dispatch may go straight into window-backed outputs of the peers (see "Windows" above). */
 typedef enum {
@@ -262,7 +265,7 @@ typedef enum {
 
 /* Low-precision recipes of combine. */
 typedef enum {
-  NCCL_EP_COMB_QUANT_NONE = 0,
+  NCCL_EP_COMB_QUANT_NONE = 0, /* rows travel as they are */
   NCCL_EP_COMB_QUANT_NVFP4 = 1 /* BF16 expert outputs travel as NVFP4; low latency, experimental. Not supported yet */
 } ncclEpCombQuant_t;
 
@@ -325,9 +328,9 @@ NCCL_EP_STATIC_ASSERT_STRUCT_ABI_BOUNDARY(ncclEpTensorAllocConfig_t, NCCL_EP_TEN
 typedef cudaError_t (*ncclEpAllocFn_t)(void **ptr, size_t size, void *context);
 typedef cudaError_t (*ncclEpFreeFn_t)(void *ptr, void *context);
 typedef struct {
-  ncclEpAllocFn_t alloc_fn;
-  ncclEpFreeFn_t free_fn;
-  void *context;
+  ncclEpAllocFn_t alloc_fn; /* device memory of `size` bytes, 256-byte aligned, into *ptr; NULL: CUDA's */
+  ncclEpFreeFn_t free_fn;   /* releases what alloc_fn gave; given with it or not at all */
+  void *context;            /* handed to both as it is */
 } ncclEpAllocConfig_t;
 NCCL_EP_STATIC_ASSERT(sizeof(ncclEpAllocConfig_t) == 24, "ncclEpAllocConfig_t: size");
 
@@ -358,8 +361,8 @@ typedef struct {
   ncclEpAllocConfig_t alloc;              /* for the group's and the handles' device memory */
   unsigned int enable_mask;               /* fault masks. Not supported yet: must be 0 */
   uint64_t timeout_ns;                    /* of a wait inside a kernel; 0: 100 s. Environment: NCCL_EP_TIMEOUT_MS */
-  ncclEpZeroCopyMode_t zero_copy;         /* (version 2) */
-  ncclEpOverflowPolicy_t overflow_policy; /* (version 2) */
+  ncclEpZeroCopyMode_t zero_copy;         /* (version 2) dispatch straight into window-backed outputs */
+  ncclEpOverflowPolicy_t overflow_policy; /* (version 2) what becomes of rows beyond the budget */
   unsigned int num_topk;                  /* (version 2) largest K of any handle; 0: 32, or what B allows */
   unsigned char padding_v2[4];
 } ncclEpGroupConfig_t;
@@ -494,7 +497,7 @@ typedef struct {
   unsigned int send_only;         /* nonzero: only the sending part, ncclEpComplete does the rest. Not supported yet */
   unsigned int round_scales;      /* scales to powers of two, for recipes that make scales; else must be 0 */
   ncclEpPassDir_t pass_direction; /* forward unless set */
-  ncclEpDispQuant_t quant_recipe; /* (version 2) */
+  ncclEpDispQuant_t quant_recipe; /* (version 2) whether scales travel too */
 } ncclEpDispatchConfig_t;
 #define NCCL_EP_DISPATCH_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchConfig_t, NCCL_EP_MAGIC)
 #define NCCL_EP_DISPATCH_CONFIG_SIZE ((unsigned int)sizeof(ncclEpDispatchConfig_t))
@@ -551,7 +554,7 @@ typedef struct {
   unsigned int magic;
   unsigned int send_only;         /* as in ncclEpDispatchConfig_t. Not supported yet */
   ncclEpPassDir_t pass_direction; /* forward unless set */
-  ncclEpCombQuant_t quant_recipe; /* (version 2) */
+  ncclEpCombQuant_t quant_recipe; /* (version 2) how expert outputs travel */
 } ncclEpCombineConfig_t;
 #define NCCL_EP_COMBINE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpCombineConfig_t, NCCL_EP_MAGIC)
 #define NCCL_EP_COMBINE_CONFIG_SIZE ((unsigned int)sizeof(ncclEpCombineConfig_t))

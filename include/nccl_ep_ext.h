@@ -108,17 +108,17 @@ ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeCo
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  int ranks, rank;
-  int scale_up_ranks, scale_up_rank;
-  int scale_out_ranks, scale_out_rank;
-  int hybrid; /* 0: plain */
-  int num_experts, num_local_experts;
+  int ranks, rank;                     /* of the communicator */
+  int scale_up_ranks, scale_up_rank;   /* of this rank's scale-up domain, which loads and stores reach */
+  int scale_out_ranks, scale_out_rank; /* domains, and which of them is this rank's */
+  int hybrid;                          /* 0: plain */
+  int num_experts, num_local_experts;  /* E in all, L = E / R here */
   int num_sms_update, num_sms_dispatch, num_sms_combine; /* chosen, after max_num_sms */
   int max_in_flight;                                     /* staged operations that may be open at once */
-  size_t window_bytes, scratch_bytes;
-  unsigned long long timeout_ns;
-  char backend[16];                                    /* "cuda" or "emu" */
-  unsigned int gin_contexts, gin_signals, queue_pairs; /* as in ncclEpBufferSize_t */
+  size_t window_bytes, scratch_bytes;                    /* of this rank's memory */
+  unsigned long long timeout_ns;                         /* of a wait in a kernel, after the environment */
+  char backend[16];                                      /* "cuda" or "emu" */
+  unsigned int gin_contexts, gin_signals, queue_pairs;   /* as in ncclEpBufferSize_t */
 } ncclEpGroupProperties_t;
 #define NCCL_EP_GROUP_PROPERTIES_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupProperties_t, NCCL_EP_MAGIC)
 /* ncclEpGetGroupProperties: what a group is and what was chosen for it. The SM counts are those of the largest batch
@@ -264,9 +264,9 @@ ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  ncclEpLayout_t layout;
-  unsigned int hidden; /* elements of a dispatched row */
-  unsigned int top_k;
+  ncclEpLayout_t layout;        /* of the handles */
+  unsigned int hidden;          /* elements of a dispatched row */
+  unsigned int top_k;           /* K of their routings */
   ncclDataType_t dispatch_type; /* of dispatched tokens */
   ncclDataType_t combine_type;  /* of expert outputs */
   ncclDataType_t index_type;    /* ncclInt64 or ncclInt32 */

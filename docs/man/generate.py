@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes the manual pages (section 3) of the public functions from the headers' comments: one page a function, with the structs and
-enumerations it takes. A parameter that neither its comment nor the table below explains is an error. Arguments: the output folder,
+enumerations it takes. A parameter or member that neither its comment nor the table below explains is an error. Arguments: the output folder,
 nccl_ep.h (which has the conventions of all calls), other headers."""
 import os
 import re
@@ -25,6 +25,7 @@ LOCALITY = re.compile(r'(Local|Collective)\b')
 
 
 def escape(text):
+    text = text.replace('"Collective" above', '"Collective" under THREADS').replace('under "Collective"', 'below')
     text = text.replace('\\', '\\e')
     text = re.sub(r'(?<!\w)-(?=\d)', r'\\-', text)
     return re.sub(r"^(?=[.'])", r'\\&', text)
@@ -132,7 +133,9 @@ def page(function, functions, types, conventions, siblings):
             if t.kind == 'struct' and member.name in ('size', 'magic'):
                 meaning = 'filled by the _INIT macro'
             else:
-                meaning = member.comment or ('reserved' if member.name.startswith('padding') else 'as its name says')
+                meaning = member.comment or ('reserved' if member.name.startswith('padding') else '')
+            if not meaning:
+                raise headers.HeaderError(f'{name}: nothing explains {member.name}')
             out += ['.TP', f'.B {member.declaration}', escape(meaning)]
     out.append('.SH RETURN VALUE')
     if function.result == 'ncclResult_t':
