@@ -141,7 +141,7 @@ ncclResult_t epCombine(const char *call, ncclEpHandle_t h, const ncclEpCombineIn
   r = epGroupUsable(call, g);
   if (r == ncclSuccess && epIsLl(g)) {
     r = epCombineNoOptions(call, ext);
-    return r == ncclSuccess ? epLlCombine(h, in, out, config, stream) : r;
+    return r == ncclSuccess ? epLlCombine(call, h, in, out, config, stream) : r;
   }
   if (r == ncclSuccess) r = epCombineConfigCheck(call, config);
   if (r == ncclSuccess) r = epHandleRouted(call, h, stream);

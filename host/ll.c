@@ -317,36 +317,34 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
 
 /* ---- Combine ------------------------------------------------------------------------------------------------------- */
 
-static const char combineCall[] = "ncclEpCombine";
-
-static ncclResult_t combineConfigCheck(const struct ncclEpHandle *h, const ncclEpCombineConfig_t *c,
+static ncclResult_t combineConfigCheck(const char *call, const struct ncclEpHandle *h, const ncclEpCombineConfig_t *c,
                                        const ncclEpCombineInputs_t *in) {
-  static const epArgName weights = {combineCall, "inputs.topk_weights"};
-  ncclResult_t r = passCheck(combineCall, c->pass_direction, c->send_only);
+  const epArgName weights = {call, "inputs.topk_weights"};
+  ncclResult_t r = passCheck(call, c->pass_direction, c->send_only);
   if (r == ncclSuccess && c->quant_recipe != NCCL_EP_COMB_QUANT_NONE)
     r = epFail(ncclInvalidUsage, "%s: quant_recipe %d is not supported yet: expected NCCL_EP_COMB_QUANT_NONE",
-               combineCall, (int)c->quant_recipe);
+               call, (int)c->quant_recipe);
   if (r == ncclSuccess && in->scales)
-    r = epFail(ncclInvalidUsage, "%s: inputs.scales is given: not supported yet", combineCall);
+    r = epFail(ncclInvalidUsage, "%s: inputs.scales is given: not supported yet", call);
   if (r == ncclSuccess) r = epTensorAbsent(weights, in->topk_weights, "the forward pass takes tokens only");
   if (r == ncclSuccess && tokensKnown(h) && !h->dispatched)
-    r = epFail(ncclInvalidUsage, "%s: nothing was dispatched on this routing: call ncclEpDispatch first", combineCall);
+    r = epFail(ncclInvalidUsage, "%s: nothing was dispatched on this routing: call ncclEpDispatch first", call);
   return r;
 }
 
-static ncclResult_t combineTensors(const struct ncclEpHandle *h, const ncclEpCombineInputs_t *in,
+static ncclResult_t combineTensors(const char *call, const struct ncclEpHandle *h, const ncclEpCombineInputs_t *in,
                                    const ncclEpCombineOutputs_t *out, uint32_t *rowBytes, uint32_t *dtype,
                                    epLlCombineArgs *a) {
-  static const epArgName from = {combineCall, "inputs.tokens"}, to = {combineCall, "outputs.tokens"},
-                         weights = {combineCall, "outputs.topk_weights"};
+  const epArgName from = {call, "inputs.tokens"}, to = {call, "outputs.tokens"},
+                         weights = {call, "outputs.topk_weights"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
   ncclResult_t r = tokensCheck(to, h, out->tokens);
   if (r == ncclSuccess) r = placesCheck(from, h, in->tokens, out->tokens->sizes[1], "hidden of outputs.tokens");
   if (r == ncclSuccess) r = epTensorType(to, out->tokens, in->tokens->datatype);
-  if (r == ncclSuccess) r = epCombineType(combineCall, in->tokens->datatype, dtype);
+  if (r == ncclSuccess) r = epCombineType(call, in->tokens->datatype, dtype);
   if (r == ncclSuccess)
-    r = epRowBytes(combineCall, g, "inputs.tokens", in->tokens->sizes[2], in->tokens->datatype, rowBytes);
+    r = epRowBytes(call, g, "inputs.tokens", in->tokens->sizes[2], in->tokens->datatype, rowBytes);
   if (r == ncclSuccess) r = epTensorAddress(from, g->be, in->tokens, EP_ROW_ALIGN, &dev);
   if (r != ncclSuccess) return r;
   a->tokens = dev;
@@ -359,8 +357,8 @@ static ncclResult_t combineTensors(const struct ncclEpHandle *h, const ncclEpCom
   return weightsCheck(weights, h, out->topk_weights, a->numTokens, &a->weights);
 }
 
-ncclResult_t epLlCombine(struct ncclEpHandle *h, const ncclEpCombineInputs_t *in, const ncclEpCombineOutputs_t *out,
-                         const ncclEpCombineConfig_t *config, cudaStream_t stream) {
+ncclResult_t epLlCombine(const char *call, struct ncclEpHandle *h, const ncclEpCombineInputs_t *in,
+                         const ncclEpCombineOutputs_t *out, const ncclEpCombineConfig_t *config, cudaStream_t stream) {
   struct ncclEpGroup *g = h->group;
   uint32_t rowBytes = 0, dtype = 0;
   epLlCombineArgs a;
@@ -370,13 +368,13 @@ ncclResult_t epLlCombine(struct ncclEpHandle *h, const ncclEpCombineInputs_t *in
   epLaunch launch;
   ncclResult_t r;
   memset(&a, 0, sizeof a);
-  r = h->pending.on ? ncclSuccess /* refused below */ : epHandleRouted(combineCall, h, stream);
-  if (r == ncclSuccess) r = combineConfigCheck(h, config, in);
-  if (r == ncclSuccess) r = combineTensors(h, in, out, &rowBytes, &dtype, &a);
+  r = h->pending.on ? ncclSuccess /* refused below */ : epHandleRouted(call, h, stream);
+  if (r == ncclSuccess) r = combineConfigCheck(call, h, config, in);
+  if (r == ncclSuccess) r = combineTensors(call, h, in, out, &rowBytes, &dtype, &a);
   if (r != ncclSuccess) return r;
   c = configOf(g, kindOf(h), h->topk, rowBytes, dtype, 0);
-  r = epPolicyLl(combineCall, &g->topology, g->sms, EP_KERNEL_LL_COMBINE, a.numTokens, &c, &grid);
-  if (r == ncclSuccess) r = epKernelGet(combineCall, g, EP_KERNEL_LL_COMBINE, &c, stream, &kernel);
+  r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_COMBINE, a.numTokens, &c, &grid);
+  if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_LL_COMBINE, &c, stream, &kernel);
   if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);
   a.window = epLlWindowLayoutOf(g->shape);

@@ -21,8 +21,8 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *handle, const n
                           const ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info,
                           const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,
                           cudaStream_t stream);
-ncclResult_t epLlCombine(struct ncclEpHandle *handle, const ncclEpCombineInputs_t *in, const ncclEpCombineOutputs_t *out,
-                         const ncclEpCombineConfig_t *config, cudaStream_t stream);
+ncclResult_t epLlCombine(const char *call, struct ncclEpHandle *handle, const ncclEpCombineInputs_t *in,
+                         const ncclEpCombineOutputs_t *out, const ncclEpCombineConfig_t *config, cudaStream_t stream);
 
 /* Sets threads, and gives the grid. `tokens`: T, the best guess of the work there is. */
 ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned sms, int kernelId, uint32_t tokens,
