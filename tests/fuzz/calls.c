@@ -68,9 +68,10 @@ static void createGroup(fuzzRank *me, unsigned slot) {
   }
   const ncclEpGroupConfig_t *given = fuzzStruct(me, &c, sizeof c);
   ncclEpGroup_t *out = fuzzWrong(in) ? NULL : &group;
-  if (fuzzResult(me, "ncclEpCreateGroup", ncclEpCreateGroup(out, fuzzWrong(in) ? NULL : me->comm, given)) !=
-      ncclSuccess)
-    return;
+  ncclComm_t comm = fuzzWrong(in) ? NULL : me->comm;
+  const ncclResult_t r = fuzzResult(me, "ncclEpCreateGroup", ncclEpCreateGroup(out, comm, given));
+  if (!group != (r != ncclSuccess)) fuzzFail(me, "result %d, and the group is %p", (int)r, (void *)group);
+  if (r != ncclSuccess) return;
   ncclEpGroupProperties_t p = NCCL_EP_GROUP_PROPERTIES_INIT;
   if (ncclEpGetGroupProperties(group, &p) != ncclSuccess || p.ranks != me->ranks || p.rank != me->rank)
     fuzzFail(me, "ncclEpGetGroupProperties: rank %d of %d", p.rank, p.ranks);
@@ -137,6 +138,7 @@ static ncclEpTensor_t *routing(fuzzRank *me, const fuzzGroup *g, unsigned topk, 
   fuzzBytes *in = &me->in;
   const unsigned how = fuzzByte(in), spread = fuzzByte(in), kind = how / 16 % 8, wide = how % 2;
   *tokens = g->tokens > 64 ? 4 : (spread + spread / 16 * (unsigned)me->rank) % (g->tokens + 1);
+  if (fuzzWrong(in)) *tokens = g->tokens + 1;
   uint64_t seed = (uint64_t)(how * 256 + spread + 1) * 4 + (uint64_t)me->rank;
   ncclEpTensor_t *t = tensor(me, wide ? ncclInt64 : ncclInt32, 0, 2, *tokens, topk, 0);
   const size_t count = (size_t)*tokens * topk, bytes = count * (wide ? 8 : 4);
@@ -214,8 +216,10 @@ static void makeHandle(fuzzRank *me, unsigned slot, unsigned group, int create) 
       if (fuzzPick(in, 4) == 0 && me->handles[other].memory && me->handles[other].memoryBytes >= bytes) {
         h->memory = me->handles[other].memory, bytes = me->handles[other].memoryBytes;
         me->blind = 1; /* two handles may now write one record */
-      } else
+      } else {
+        if (fuzzPick(in, 8) == 0) bytes -= 256; /* too small, and says so */
         h->memory = fuzzDevice(me, bytes, 0);
+      }
       h->memoryBytes = bytes;
       memory = tensor(me, ncclUint8, 0, 1, bytes, 0, 0);
       if (memory && (memory->data || memory->win_hdl)) memory->data = h->memory, memory->win_hdl = NULL;
@@ -225,8 +229,8 @@ static void makeHandle(fuzzRank *me, unsigned slot, unsigned group, int create) 
                    ncclEpInitHandle(fuzzWrong(in) ? NULL : &handle, given, layout, config, k, memory));
     if (open) topk = 0;
   }
+  if (!handle != (r != ncclSuccess)) fuzzFail(me, "result %d, and the handle is %p", (int)r, (void *)handle);
   if (r != ncclSuccess) return;
-  if (!handle) fuzzFail(me, "a handle was made and not given");
   h->layout = layout;
   h->handle = handle, h->fixedTopk = create ? 0 : topk, h->topk = create ? topk : 0, h->tokens = tokens;
 }
@@ -396,7 +400,7 @@ static void metadata(fuzzRank *me, unsigned slot, unsigned group) {
   fuzzBytes *in = &me->in;
   const fuzzHandle *h = routed(me, slot, group);
   const unsigned how = fuzzByte(in);
-  const size_t less = fuzzWrong(in) ? 1 : 0, topk = h->topk ? h->topk : 1;
+  const size_t less = fuzzPick(in, 4) == 0, topk = h->topk ? h->topk : 1;
   ncclEpHandleMetadata_t m = NCCL_EP_HANDLE_METADATA_INIT;
   ncclEpHandle_t handle = handleOf(me, slot);
   if (fuzzResult(me, "ncclEpGetHandleMetadata", ncclEpGetHandleMetadata(handle, &m)) != ncclSuccess) m.received = 3;

@@ -81,7 +81,7 @@ size_t fuzzTypeBytes(ncclDataType_t type) {
 static size_t fuzzShapeBytes(const fuzzShape *s) {
   size_t bytes = fuzzTypeBytes(s->type);
   for (unsigned i = 0; i < s->ndim; i++) bytes *= s->sizes[i];
-  return s->bytes && bytes ? s->bytes : bytes;
+  return s->bytes ? s->bytes : bytes;
 }
 
 enum {
@@ -108,7 +108,8 @@ ncclEpTensor_t *fuzzTensor(fuzzRank *me, const fuzzShape *shape) {
   const int wrong = fuzzWrong(in) ? (int)fuzzPick(in, WRONGS) : -1, window = fuzzPick(in, 8) == 7;
   const unsigned how = wrong < 0 ? 0 : fuzzByte(in);
   ncclEpTensor_t *t;
-  size_t bytes = fuzzShapeBytes(&s);
+  size_t bytes;
+  int huge = 0;
   me->filled = NULL;
   if (wrong == WRONG_NULL) return NULL;
   if (wrong == WRONG_TYPE) s.type = (ncclDataType_t)(how % 15 - 1);
@@ -116,9 +117,10 @@ ncclEpTensor_t *fuzzTensor(fuzzRank *me, const fuzzShape *shape) {
     static const size_t extents[] = {0, 1, SIZE_MAX, (size_t)1 << 32, ((size_t)1 << 32) + 1, SIZE_MAX / 2 + 1};
     size_t *extent = &s.sizes[how % s.ndim];
     *extent = how / 3 % 8 < 6 ? extents[how / 3 % 8] : how / 3 % 8 == 6 ? *extent + 1 : *extent - 1;
-    /* Larger outputs may be accepted; then their memory is too small. */
-    if (*extent > shape->sizes[how % s.ndim]) me->blind = 1;
+    /* Larger ones may be accepted: where their memory is too small, too, that is the caller's fault. */
+    if (how / 3 % 8 < 6) me->blind = huge = 1;
   }
+  bytes = fuzzShapeBytes(huge ? shape : &s);
   t = fuzzKeep(&me->call, sizeof *t);
   *t = NCCL_EP_TENSOR_INIT;
   t->ndim = s.ndim, t->datatype = s.type;
@@ -130,7 +132,7 @@ ncclEpTensor_t *fuzzTensor(fuzzRank *me, const fuzzShape *shape) {
   if (wrong == WRONG_NDIM && t->ndim > s.ndim) t->sizes = fuzzKeep(&me->call, t->ndim * sizeof(size_t));
   if (wrong == WRONG_NO_SIZES) t->sizes = NULL;
   if (wrong == WRONG_NO_DATA || (!bytes && wrong < 0)) return t;
-  if (wrong == WRONG_SMALL || wrong == WRONG_TYPE) me->blind = 1, bytes = wrong == WRONG_SMALL ? bytes / 2 : bytes;
+  if (wrong == WRONG_SMALL) me->blind = 1, bytes /= 2;
   if (wrong == WRONG_HOST) {
     t->data = fuzzKeep(&me->call, bytes);
   } else if (window || wrong == WRONG_OFFSET || wrong == WRONG_WINDOW) {
@@ -174,8 +176,9 @@ ncclResult_t fuzzResult(fuzzRank *me, const char *call, ncclResult_t result) {
   if (result != ncclSuccess) {
     if ((int)result < 0 || result > ncclInProgress) fuzzFail(me, "%s: result %d", call, (int)result);
     if (!line[0] || strchr(line, '\n')) fuzzFail(me, "%s: result %d with the line \"%s\"", call, (int)result, line);
-    if (strncmp(line, call, strlen(call)) || strncmp(line + strlen(call), ": ", 2) ||
-        !strncmp(line + strlen(call) + 2, "ncclEp", 6))
+    const size_t length = strlen(call);
+    if (strncmp(line, call, length) != 0 || strncmp(line + length, ": ", 2) != 0 ||
+        strncmp(line + length + 2, "ncclEp", 6) == 0)
       fuzzFail(me, "%s: the line does not begin with the call alone: \"%s\"", call, line);
     if (result == ncclInternalError && !strstr(line, "stuck")) fuzzFail(me, "%s: internal error: %s", call, line);
   }
