@@ -29,9 +29,10 @@ DEV uint4 ep_ll_unit(uint32_t gen, uint32_t a, uint32_t b, uint32_t c) {
 /* What a block knows of its operation. `ticket`: blocks that had read the generation before this one (thread 0). */
 struct epLlOp {
   uint32_t gen, ticket;
+  bool lost; /* a wait of this operation or of one before gave up: the record may be half made, and nothing may be moved along it */
 };
 
-/* Shared memory: the generation, window addresses, the kernel's table. */
+/* Shared memory: the generation and whether the group is lost, window addresses, the kernel's table. */
 DEV uint32_t ep_ll_gen_at() { return p::smem_base() + EP_VERDICT_BYTES; }
 DEV uint32_t ep_ll_window_at(uint32_t rank) { return p::smem_base() + EP_VERDICT_BYTES + 8 + 8 * rank; }
 DEV uint8_t *ep_ll_window(uint32_t rank) { return (uint8_t *)p::lds<uint64_t>(ep_ll_window_at(rank)); }
@@ -42,16 +43,19 @@ template <class C> DEV uint32_t ep_ll_table(const C c, uint32_t i) { return ep_l
 template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epGroupArgs &g, A ask, K keep) {
   epLlOp op;
   epGroupState *state = ep_state(g);
-  uint32_t gen = 0, t = p::tid();
+  uint32_t gen = 0, lost = 0, t = p::tid();
   uint64_t window = 0;
-  if (t == 0)
+  if (t == 0) {
     gen = p::ld_relaxed_sys(&state->stageGen);
+    lost = p::ld_relaxed_sys(&state->aborted);
+  }
   if (t < c.ranks)
     window = p::ldg<uint64_t>(g.windows + t);
   ask();
   if (t == 0) {
     p::sts<uint32_t>(p::smem_base(), 0);
     p::sts<uint32_t>(ep_ll_gen_at(), gen + 1); /* nothing before here waits for it */
+    p::sts<uint32_t>(ep_ll_gen_at() + 4, lost);
   }
   if (t < c.ranks)
     p::sts<uint64_t>(ep_ll_window_at(t), window);
@@ -61,6 +65,7 @@ template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epG
   keep();
   p::sync_threads();
   op.gen = p::lds<uint32_t>(ep_ll_gen_at());
+  op.lost = p::lds<uint32_t>(ep_ll_gen_at() + 4) != 0;
   op.ticket = t == 0 ? p::atomic_add(&state->stageDone, 1) : 0;
   return op;
 }

@@ -89,13 +89,15 @@ template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs 
 #pragma unroll
     for (uint32_t i = 0; i < EP_LL_WEIGHTS_AHEAD; i++) {
       uint32_t at = from + i * c.threads;
-      e[i] = at < n ? p::ldg<int32_t>(topk + at) : -1;
+      e[i] = at < n ? p::ldg_any<int32_t>(topk + at) : -1;
       w[i] = at < n ? p::ldg<float>(a.weights + at) : 0;
     }
   };
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ask(p::tid()); }, []() {});
   p::grid_launch();
+  if (op.lost)
+    return ep_ll_end(a.group, op, a.blocks);
 #pragma unroll 1
   for (uint32_t from = p::tid(); from < n; from += EP_LL_WEIGHTS_AHEAD * c.threads) {
     if (from != p::tid())
@@ -212,7 +214,7 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a) {
       c, a.group,
       [&]() {
         if (t < c.ranks)
-          count = p::ldg<uint32_t>(recvCount + t);
+          count = p::ldg_any<uint32_t>(recvCount + t);
         if (inside)
           ep_ll_back_ask(c, a, x);
       },
@@ -221,9 +223,13 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a) {
           p::sts<uint32_t>(ep_ll_table(c, t), count);
 #pragma unroll 1
         for (uint32_t r = t + c.threads; r < c.ranks; r += c.threads)
-          p::sts<uint32_t>(ep_ll_table(c, r), p::ldg<uint32_t>(recvCount + r));
+          p::sts<uint32_t>(ep_ll_table(c, r), p::ldg_any<uint32_t>(recvCount + r));
       });
   p::grid_launch();
+  if (op.lost)
+    return ep_ll_end(a.group, op, a.blocks);
+  if (t < c.ranks)
+    p::confirm(recvCount + t, 4);
 #pragma unroll 1
   for (uint32_t s = 0; s < c.ranks; s++) {
     uint32_t n = s == a.group.rank ? 0 : ep_ll_source_rows(c, s);
@@ -274,7 +280,7 @@ struct epLlToken {
 template <class C> DEV epLlToken ep_ll_token_ask(const C c, const epLlCombineArgs &a, uint32_t t) {
   epLlToken x;
   uint32_t l = p::lane();
-  x.expert = l < c.topk ? p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l) : -1;
+  x.expert = l < c.topk ? p::ldg_any<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l) : -1;
   x.row = p::ldg_any<uint32_t>((const uint32_t *)(a.record + a.recordLayout.sendRow) + t);
   return x;
 }
@@ -284,6 +290,8 @@ template <int ROWS, class C>
 DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip, epLlToken x) {
   uint32_t l = p::lane(), me = a.group.rank, B = a.group.maxTokens, row = EP_NONE;
   uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE), wanted = ep_ll_wanted(bytes);
+  if (l < c.topk)
+    p::confirm((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l, 4);
   uint32_t owner = x.expert >= 0 ? (uint32_t)x.expert / (c.experts / c.ranks) : EP_NONE;
   uint32_t mates = ep_ll_same(x.expert >= 0, owner, c.ranks);
   bool last = x.expert >= 0 && (mates >> l) == 1; /* highest k of its rank: there the rank's sum enters */
@@ -357,6 +365,8 @@ template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a
       },
       []() {});
   p::grid_launch();
+  if (op.lost)
+    return ep_ll_end(a.group, op, a.blocks);
   if (index == warps - 1)
     ep_ll_greet(c, a.group, a.window, op);
 #pragma unroll 1

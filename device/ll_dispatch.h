@@ -213,6 +213,8 @@ template <class C> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a) {
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ep_ll_ask_ahead(c, a.decisions, 0, T, ahead); }, [&]() { ep_ll_zero_sums(c, true); });
   p::grid_launch();
+  if (op.lost)
+    return ep_ll_end(a.group, op, a.blocks);
   auto use = [&](uint32_t t, epLlRaw raw) {
     if (a.decisions.borrowed)
       ep_ll_keep(c, a, t, T, raw);
@@ -364,6 +366,8 @@ template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a) {
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ask(first); }, [&]() { ep_ll_zero_sums(c, major); });
   p::grid_launch();
+  if (op.lost)
+    return ep_ll_end(a.group, op, a.blocks);
 #pragma unroll 1
   for (uint32_t t0 = first; t0 < T; t0 += a.pushBlocks * each) {
     uint32_t t1 = t0 + each < T ? t0 + each : T, items = (t1 - t0) * strips, entry, own;
@@ -580,6 +584,8 @@ template <class C> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a) 
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   p::grid_launch();
+  if (op.lost)
+    return ep_ll_end(a.group, op, a.blocks);
   if (index == warps - 1)
     ep_ll_greet(c, a.group, a.window, op);
   if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)

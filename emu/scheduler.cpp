@@ -500,7 +500,7 @@ Engine::Outcome Engine::run(u64 picks) {
         fire(e);
         continue;
       }
-      if (!parked.empty() && idleRounds < 16) { // a repeated read need not be a wait; one may look at a dozen words in turn
+      if (!parked.empty() && idleRounds < 64) { // a repeated read need not be a wait; one may look at many words in turn, and go on
         idleRounds++;
         wakeAllParked();
         continue;
@@ -514,6 +514,7 @@ Engine::Outcome Engine::run(u64 picks) {
 void Engine::hostDidSomething() {
   scanStreams = true;
   lastChange = now;
+  idleRounds = 0; // kernels that come now may repeat reads too
   wakeChangedMapped();
 }
 

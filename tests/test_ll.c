@@ -84,7 +84,8 @@ typedef struct batch {
   epTestTensor idx, x, w, out, outW, outIdx, y, experts, sources, total;
 } batch;
 
-static void places(epTestRank *me, const plan *p, epTestTensor *t, ncclDataType_t type, uint32_t columns, const char *name) {
+static void places(epTestRank *me, const plan *p, epTestTensor *t, ncclDataType_t type, uint32_t columns,
+                   const char *name) {
   size_t a = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? p->ranks : p->experts / p->ranks;
   size_t b = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? p->maxTokens : p->ranks * p->maxTokens;
   epTensorMake(me, t, type, 2, a * b, columns, name);
@@ -119,7 +120,8 @@ static void batchMake(epTestRank *me, const plan *p, uint32_t n, batch *b) {
 }
 
 static void batchFree(epTestRank *me, batch *b) {
-  epTestTensor *all[] = {&b->idx, &b->x, &b->w, &b->out, &b->outW, &b->outIdx, &b->y, &b->experts, &b->sources, &b->total};
+  epTestTensor *all[] = {&b->idx,    &b->x, &b->w,       &b->out,     &b->outW,
+                         &b->outIdx, &b->y, &b->experts, &b->sources, &b->total};
   for (size_t i = 0; i < LENGTH(all); i++) {
     epTensorCheckGuards(me, all[i], "a tensor of the batch");
     epTensorFree(me, all[i]);
@@ -177,9 +179,11 @@ static void check(epTestRank *me, const plan *p, uint32_t n, const batch *b, int
   }
   EXPECT(me, !bad, "round %u: %d wrong values of dispatch", n, bad);
   for (uint32_t e = 0; e < p->experts / p->ranks; e++)
-    EXPECT(me, ((const int32_t *)b->experts.t.data)[e] == (int32_t)want->perExpert[e], "round %u: expert_counters[%u]", n, e);
+    EXPECT(me, ((const int32_t *)b->experts.t.data)[e] == (int32_t)want->perExpert[e], "round %u: expert_counters[%u]",
+           n, e);
   for (uint32_t s = 0; s < p->ranks; s++)
-    EXPECT(me, ((const int64_t *)b->sources.t.data)[s] == (int64_t)want->perSource[s], "round %u: src_rank_counters[%u]", n, s);
+    EXPECT(me, ((const int64_t *)b->sources.t.data)[s] == (int64_t)want->perSource[s],
+           "round %u: src_rank_counters[%u]", n, s);
   EXPECT(me, *(const int32_t *)b->total.t.data == (int32_t)want->total, "round %u: recv_total_counter", n);
   bad = 0;
   for (uint32_t t = 0; combined && t < p->tokens[n][me->rank]; t++) {
@@ -381,8 +385,9 @@ static void reports(void **state) {
     p.idx[0][2][0] = -7, p.idx[0][2][7] = -7;
     p.idx[0][1][5] = -2;
     epRefDestroy(p.ref[0]);
-    epRefRouting in = {p.ranks, p.experts, p.topk, l ? EP_REF_EXPERT_MAJOR_3D : EP_REF_RANK_MAJOR, 0, 0, p.tokens[0],
-                       (const int64_t *const *)p.idx[0], p.maxTokens};
+    epRefRouting in = {p.ranks,    p.experts, p.topk,      l ? EP_REF_EXPERT_MAJOR_3D : EP_REF_RANK_MAJOR,
+                       0,          0,         p.tokens[0], (const int64_t *const *)p.idx[0],
+                       p.maxTokens};
     assert_int_equal(epRefCreate(&in, &p.ref[0]), 0);
     runWorlds(p.ranks, &p, reportBody);
     planFree(&p);
@@ -396,8 +401,9 @@ static void reports(void **state) {
     for (uint32_t i = 0; i < p.maxTokens * p.topk; i++) p.idx[0][r][i] = 5; /* three slots a token at one expert */
   }
   epRefDestroy(p.ref[0]);
-  epRefRouting in = {p.ranks, p.experts, p.topk, EP_REF_EXPERT_MAJOR_3D, 0, 0, p.tokens[0],
-                     (const int64_t *const *)p.idx[0], p.maxTokens};
+  epRefRouting in = {p.ranks,    p.experts, p.topk,      EP_REF_EXPERT_MAJOR_3D,
+                     0,          0,         p.tokens[0], (const int64_t *const *)p.idx[0],
+                     p.maxTokens};
   assert_int_equal(epRefCreate(&in, &p.ref[0]), 0);
   runWorlds(p.ranks, &p, reportBody);
   planFree(&p);
@@ -415,7 +421,8 @@ static void optionsRefused(epTestRank *me, const plan *p, ncclEpHandle_t h, batc
   EXPECT_ERROR(me, ncclEpDispatchExt(h, &in, &out, NULL, NULL, &ext, NULL), ncclInvalidUsage,
                "ncclEpDispatchExt: |scale_layout");
   ext.scale_layout = NCCL_EP_SCALE_ROW_MAJOR, ext.scale_column_stride = 64;
-  EXPECT_ERROR(me, ncclEpDispatchExt(h, &in, &out, NULL, NULL, &ext, NULL), ncclInvalidUsage, "scale_column_stride is 64");
+  EXPECT_ERROR(me, ncclEpDispatchExt(h, &in, &out, NULL, NULL, &ext, NULL), ncclInvalidUsage,
+               "scale_column_stride is 64");
   ext.scale_column_stride = 0, ext.no_zero_pad = 1;
   EXPECT_ERROR(me, ncclEpDispatchExt(h, &in, &out, NULL, NULL, &ext, NULL), ncclInvalidUsage, "no_zero_pad is 1");
   ext.no_zero_pad = 0, ext.num_sms = 4;
@@ -453,12 +460,15 @@ static void refusedBody(epTestRank *me) {
   aligned.dispatch_output_per_expert_alignment = 16;
   large.num_experts = p->experts, large.num_topk = 8, large.max_token_bytes = 65536;
   large.max_dispatch_tokens_per_rank = 65536;
-  EXPECT_ERROR(me, ncclEpCreateGroup(&group, me->comm, &large), ncclInvalidUsage, "window|max_dispatch_tokens_per_rank");
+  EXPECT_ERROR(me, ncclEpCreateGroup(&group, me->comm, &large), ncclInvalidUsage,
+               "window|max_dispatch_tokens_per_rank");
   groupMake(me, p, 0);
   if (!me->group) return;
   batchMake(me, p, 0, &b);
-  EXPECT_ERROR(me, ncclEpInitHandle(&none, me->group, NCCL_EP_LAYOUT_FLAT, NULL, 2, NULL), ncclInvalidUsage, "RANK_MAJOR");
-  EXPECT_ERROR(me, ncclEpInitHandle(&none, me->group, p->layout, &aligned, 2, NULL), ncclInvalidArgument, "alignment|16");
+  EXPECT_ERROR(me, ncclEpInitHandle(&none, me->group, NCCL_EP_LAYOUT_FLAT, NULL, 2, NULL), ncclInvalidUsage,
+               "RANK_MAJOR");
+  EXPECT_ERROR(me, ncclEpInitHandle(&none, me->group, p->layout, &aligned, 2, NULL), ncclInvalidArgument,
+               "alignment|16");
   handleMake(me, p, &h);
   EXPECT_ERROR(me, dispatch(p, h, &b), ncclInvalidUsage, "ncclEpUpdateHandle");
   info.expert_counters = &b.experts.t;
@@ -506,7 +516,8 @@ static void refused(void **state) {
   }
 }
 
-/* A rank that does not come: the others give up after the timeout and say whom they waited for. */
+/* A rank that does not come: the others give up after the timeout and say whom they waited for; a combine that was queued before
+ * that finds half a record, and moves nothing along it. */
 static void awayBody(epTestRank *me) {
   plan *p = me->arg;
   batch b;
@@ -519,6 +530,7 @@ static void awayBody(epTestRank *me) {
   EXPECT_OK(me, update(p, h, &b));
   if (me->rank != 2) {
     EXPECT_OK(me, dispatch(p, h, &b));
+    EXPECT_OK(me, combine(p, h, &b));
     sync(me);
     EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
     EXPECT(me, info.code == 1 && info.peer == 2, "code %d, peer %d: %s", info.code, info.peer, info.text);
@@ -533,11 +545,14 @@ static void awayBody(epTestRank *me) {
 static void away(void **state) {
   (void)state;
   for (size_t l = 0; l < LENGTH(layouts); l++) {
-    plan p;
-    small(&p, layouts[l], 1);
-    epTestWorld world = {.ranks = (int)p.ranks, .seed = 3, .arg = &p};
-    epWorldRun(&world, awayBody);
-    planFree(&p);
+    for (int borrow = 0; borrow < 2; borrow++) {
+      plan p;
+      small(&p, layouts[l], 1);
+      p.borrow = borrow;
+      epTestWorld world = {.ranks = (int)p.ranks, .seed = 3, .arg = &p};
+      epWorldRun(&world, awayBody);
+      planFree(&p);
+    }
   }
 }
 
@@ -584,8 +599,9 @@ static void planted(void **state) {
           for (uint32_t r = 0; r < p.ranks; r++)
             for (uint32_t i = 0; i < p.tokens[n][r] * p.topk; i++) p.idx[n][r][i] = -1;
           epRefDestroy(p.ref[n]);
-          epRefRouting in = {p.ranks, p.experts, p.topk, l ? EP_REF_EXPERT_MAJOR_3D : EP_REF_RANK_MAJOR, 0, 0,
-                             p.tokens[n], (const int64_t *const *)p.idx[n], p.maxTokens};
+          epRefRouting in = {p.ranks,    p.experts, p.topk,      l ? EP_REF_EXPERT_MAJOR_3D : EP_REF_RANK_MAJOR,
+                             0,          0,         p.tokens[n], (const int64_t *const *)p.idx[n],
+                             p.maxTokens};
           assert_int_equal(epRefCreate(&in, &p.ref[n]), 0);
         }
       for (unsigned s = 0; s < (faults[f].says ? 300 : 20) && !found; s++) {
@@ -607,9 +623,8 @@ static void planted(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(streamed), cmocka_unit_test(interleaved), cmocka_unit_test(moved),
-      cmocka_unit_test(reports),  cmocka_unit_test(refused),     cmocka_unit_test(away),
-      cmocka_unit_test(planted),
+      cmocka_unit_test(streamed), cmocka_unit_test(interleaved), cmocka_unit_test(moved),   cmocka_unit_test(reports),
+      cmocka_unit_test(refused),  cmocka_unit_test(away),        cmocka_unit_test(planted),
   };
   return cmocka_run_group_tests_name("low latency", tests, NULL, NULL);
 }
