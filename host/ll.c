@@ -163,8 +163,9 @@ static ncclResult_t dispatchConfigCheck(const char *call, const ncclEpDispatchCo
                                         const ncclEpDispatchOutputs_t *out) {
   ncclResult_t r = passCheck(call, c->pass_direction, c->send_only);
   if (r == ncclSuccess && c->quant_recipe != NCCL_EP_DISP_QUANT_NONE)
-    r = epFail(ncclInvalidUsage, "%s: quant_recipe %d is not supported yet in low latency: expected "
-               "NCCL_EP_DISP_QUANT_NONE", call, (int)c->quant_recipe);
+    r = epFail((unsigned)c->quant_recipe <= NCCL_EP_DISP_QUANT_DS_FP8E3M4 ? ncclInvalidUsage : ncclInvalidArgument,
+               "%s: quant_recipe %d is not supported yet in low latency: expected NCCL_EP_DISP_QUANT_NONE", call,
+               (int)c->quant_recipe);
   if (r == ncclSuccess && c->round_scales)
     r = epFail(ncclInvalidUsage, "%s: round_scales is not supported yet: expected 0 without scales", call);
   if (r == ncclSuccess && (in->scales || out->scales))
@@ -322,7 +323,8 @@ static ncclResult_t combineConfigCheck(const char *call, const struct ncclEpHand
   const epArgName weights = {call, "inputs.topk_weights"};
   ncclResult_t r = passCheck(call, c->pass_direction, c->send_only);
   if (r == ncclSuccess && c->quant_recipe != NCCL_EP_COMB_QUANT_NONE)
-    r = epFail(ncclInvalidUsage, "%s: quant_recipe %d is not supported yet: expected NCCL_EP_COMB_QUANT_NONE",
+    r = epFail(c->quant_recipe == NCCL_EP_COMB_QUANT_NVFP4 ? ncclInvalidUsage : ncclInvalidArgument,
+               "%s: quant_recipe %d is not supported yet: expected NCCL_EP_COMB_QUANT_NONE",
                call, (int)c->quant_recipe);
   if (r == ncclSuccess && in->scales)
     r = epFail(ncclInvalidUsage, "%s: inputs.scales is given: not supported yet", call);

@@ -101,6 +101,8 @@ ncclResult_t epPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareCon
                   epTypeName(c->index_type));
   if (c->borrow_topk_idx != 0 && c->borrow_topk_idx != 1)
     return epFail(ncclInvalidArgument, "%s: borrow_topk_idx is %d: expected 0 or 1", call, c->borrow_topk_idx);
+  if (c->backward != 0 && c->backward != 1)
+    return epFail(ncclInvalidArgument, "%s: backward is %d: expected 0 or 1", call, c->backward);
   if (c->window_output != 0 && c->window_output != 1)
     return epFail(ncclInvalidArgument, "%s: window_output is %d: expected 0 or 1", call, c->window_output);
   if (epIsLl(g)) return epLlPrepareWishes(g, c, out);
