@@ -12,6 +12,7 @@
 #define FUZZ_MAX_RANKS 3
 #define FUZZ_GROUPS 2
 #define FUZZ_HANDLES 4
+#define FUZZ_RESULTS 256u
 #define FUZZ_WINDOW_BYTES 65536u
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -76,8 +77,11 @@ typedef struct fuzzRank {
   fuzzBlock *device; /* emulated memory, until the end */
   fuzzBlock *host;   /* sources of copies, until the end */
   fuzzBlock *call;   /* descriptors and structs of the call being made, released right after it */
-  uint64_t results;  /* hash of all results */
-  int blind;         /* the program did what the library cannot see and the emulator rightly reports */
+  uint8_t results[FUZZ_RESULTS];
+  unsigned
+      resultCount; /* until the group was lost or the fabric stuck: these may be told late, and are told at the end */
+  int lost;
+  int blind; /* the program did what the library cannot see and the emulator rightly reports */
 } fuzzRank;
 
 /* ---- memory.c */
