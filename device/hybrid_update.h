@@ -333,53 +333,27 @@ template <class C> DEV void ep_hybrid_replies(const C c, const epHybridUpdateArg
 template <class C> DEV void ep_hybrid_update(const C c, const epHybridUpdateArgs &a) {
   p::grid_wait();
   const epUpdateArgs &u = a.plain;
-  epGroupState *state = ep_state(u.group);
-  uint32_t *histogram = (uint32_t *)(u.group.scratch + u.group.scratchLayout.histogram);
-  uint32_t gen = p::ldg<uint32_t>(&state->updateGen) + 1;
-  uint32_t warps = u.blocks * (c.threads / 32), index = p::bid() * (c.threads / 32) + p::warp();
-  uint32_t each = (u.tokens + warps - 1) / warps;
-  uint32_t t0 = index * each < u.tokens ? index * each : u.tokens;
-  uint32_t t1 = t0 + each < u.tokens ? t0 + each : u.tokens;
-
-  ep_update_count(c, u, t0, t1);
-  p::sync_threads();
-  ep_update_publish(c, u, histogram);
-  p::sync_threads();
-  bool ok = true;
-  if (p::tid() == 0 && u.blocks > 1) {
-    p::atomic_add_acq_rel_gpu(&state->updateArrived, 1);
-    if (c.bug != EP_BUG_NO_GRID_BARRIER)
-      ok = ep_wait_flag(u.group, &state->updateArrived, u.blocks, EP_PHASE_GRID, u.group.rank);
-  }
-  if (ep_block_agrees(ok)) {
+  bool last = ep_update_frame(c, u, [&](uint32_t *histogram, uint32_t gen, uint32_t t0, uint32_t t1) {
     ep_hybrid_bases(c, a, histogram, gen);
     p::sync_threads();
     ep_hybrid_place(c, a, t0, t1, gen);
-    if (ep_last_block(&state->updateSent, u.blocks))
+    if (ep_last_block(&ep_state(u.group)->updateSent, u.blocks))
       ep_hybrid_send(c, a, gen);
-    ok = ep_hybrid_forward(c, a, gen);
+    bool ok = ep_hybrid_forward(c, a, gen);
     if (ok && p::bid() == 0)
       ep_hybrid_gather(c, a, gen);
     if (ok && p::bid() == u.blocks - 1)
       ep_hybrid_replies(c, a, gen);
     if (ok)
       ep_update_copy_meta(c, u, gen);
-  }
-  p::sync_threads();
-  if (p::tid() == 0)
-    p::gin_flush(a.hybrid.gin, 0); /* the next update writes what was put from */
-  if (p::tid() == 0 && (u.blocks == 1 || p::atomic_add_acq_rel_gpu(&state->updateDone, 1) == u.blocks - 1)) {
-    bool whole = p::ld_relaxed_sys(&state->aborted) == 0; /* else what follows on the stream must not trust the record */
-    p::stg<uint32_t>(&((epRecordHeader *)(u.record + u.recordLayout.header))->generation, whole ? gen : 0);
-    p::stg<uint32_t>(&state->updateArrived, 0);
-    p::stg<uint32_t>(&state->updateSent, 0);
-    p::stg<uint32_t>(&state->updateDone, 0);
-    p::stg<uint32_t>(&state->aborted, 0);
-    p::stg<uint32_t>(&state->errorClaimed, 0);
-    p::stg<uint32_t>(&state->indexClaimed, 0);
-    p::stg<uint32_t>(&state->updateGen, gen);
-    p::stg<uint32_t>(&ep_hybrid_state(u.group, a.hybrid)->forwarded, 0);
-  }
+    p::sync_threads();
+    if (p::tid() == 0)
+      p::gin_flush(a.hybrid.gin, 0); /* the next update writes what was put from */
+  });
+  if (!last)
+    return;
+  ep_update_end(u.group);
+  p::stg<uint32_t>(&ep_hybrid_state(u.group, a.hybrid)->forwarded, 0);
 }
 
 #endif

@@ -210,11 +210,7 @@ template <class C> DEV uint32_t ep_most_received(const C c, const uint32_t *recv
     uint32_t n = p::ldg<uint32_t>(recvCount + s);
     most = n > most ? n : most;
   }
-  for (uint32_t d = 16; d; d >>= 1) {
-    uint32_t n = p::shfl_xor(p::FULL, most, d);
-    most = n > most ? n : most;
-  }
-  return most;
+  return ep_warp_max(most);
 }
 
 /* ---- The end ------------------------------------------------------------------------------------------------------ */

@@ -311,6 +311,14 @@ DEV void ep_keep_counts(const C c, const epRecordLayout &rl, const uint8_t *reco
   }
 }
 
+DEV uint32_t ep_warp_max(uint32_t most) {
+  for (uint32_t d = 16; d; d >>= 1) {
+    uint32_t n = p::shfl_xor(p::FULL, most, d);
+    most = n > most ? n : most;
+  }
+  return most;
+}
+
 /* Rows of the busiest source: whole warp, same answer in all lanes. */
 template <class C> DEV uint32_t ep_most_rows(const C c, const epPipe &q) {
   uint32_t most = 0;
@@ -318,11 +326,7 @@ template <class C> DEV uint32_t ep_most_rows(const C c, const epPipe &q) {
     uint32_t n = ep_rows(c, q, s);
     most = n > most ? n : most;
   }
-  for (uint32_t d = 16; d; d >>= 1) {
-    uint32_t n = p::shfl_xor(p::FULL, most, d);
-    most = n > most ? n : most;
-  }
-  return most;
+  return ep_warp_max(most);
 }
 
 /* Dispatch and combine alike: the first blocks send, the warps of the others receive, and all end together. What receivers

@@ -352,8 +352,9 @@ template <class C> DEV void ep_update_copy_meta(const C c, const epUpdateArgs &a
   }
 }
 
-/* The blocks of the update; true in thread 0 of the one that was last. */
-template <class C> DEV bool ep_update_run(const C c, const epUpdateArgs &a) {
+/* The frame of an update: its blocks count, meet, do the `exchange` that makes the record, and end. True in thread 0 of the block
+ * that was last. */
+template <class C, class F> DEV bool ep_update_frame(const C c, const epUpdateArgs &a, F exchange) {
   epGroupState *state = ep_state(a.group);
   uint32_t *histogram = (uint32_t *)(a.group.scratch + a.group.scratchLayout.histogram);
   uint32_t gen = p::ldg<uint32_t>(&state->updateGen) + 1;
@@ -372,15 +373,7 @@ template <class C> DEV bool ep_update_run(const C c, const epUpdateArgs &a) {
     if (c.bug != EP_BUG_NO_GRID_BARRIER)
       ok = ep_wait_flag(a.group, &state->updateArrived, a.blocks, EP_PHASE_GRID, a.group.rank);
   }
-  if (ep_block_agrees(ok)) {
-    ep_update_bases(c, a, histogram, gen);
-    p::sync_threads();
-    ep_update_place(c, a, t0, t1, gen);
-    ep_update_send_flags(c, a, gen);
-    if (ep_update_block(a) == 0) ep_update_gather(c, a, gen);
-    if (ep_update_block(a) == a.blocks - 1) ep_update_replies(c, a, gen);
-    ep_update_copy_meta(c, a, gen);
-  }
+  if (ep_block_agrees(ok)) exchange(histogram, gen, t0, t1);
   p::sync_threads();
   if (p::tid() != 0 || (a.blocks > 1 && p::atomic_add_acq_rel_gpu(&state->updateDone, 1) != a.blocks - 1)) return false;
   bool whole = p::ld_relaxed_sys(&state->aborted) == 0; /* else what follows must not trust the record */
@@ -393,12 +386,28 @@ template <class C> DEV bool ep_update_run(const C c, const epUpdateArgs &a) {
   return true;
 }
 
+/* The same thread, where the update is a launch of its own: nothing of a failed wait is left for the next. */
+DEV void ep_update_end(const epGroupArgs &g) {
+  p::stg<uint32_t>(&ep_state(g)->aborted, 0);
+  p::stg<uint32_t>(&ep_state(g)->errorClaimed, 0);
+}
+
+template <class C> DEV bool ep_update_run(const C c, const epUpdateArgs &a) {
+  return ep_update_frame(c, a, [&](uint32_t *histogram, uint32_t gen, uint32_t t0, uint32_t t1) {
+    ep_update_bases(c, a, histogram, gen);
+    p::sync_threads();
+    ep_update_place(c, a, t0, t1, gen);
+    ep_update_send_flags(c, a, gen);
+    if (ep_update_block(a) == 0) ep_update_gather(c, a, gen);
+    if (ep_update_block(a) == a.blocks - 1) ep_update_replies(c, a, gen);
+    ep_update_copy_meta(c, a, gen);
+  });
+}
+
 template <class C> DEV void ep_update(const C c, const epUpdateArgs &a) {
   p::grid_wait();
   p::grid_launch();
-  if (!ep_update_run(c, a)) return;
-  p::stg<uint32_t>(&ep_state(a.group)->aborted, 0);
-  p::stg<uint32_t>(&ep_state(a.group)->errorClaimed, 0);
+  if (ep_update_run(c, a)) ep_update_end(a.group);
 }
 
 /* Inside operation `gen` that needs the record, by whole blocks that do not send: those of the update make it, and all wait

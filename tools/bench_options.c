@@ -11,6 +11,7 @@
 #include "bootstrap.h"
 #include "bugs.h"
 #include "failure.h"
+#include "option_number.h"
 
 #define RUN_RANKS 1024u
 #define MAX_RANKS 2048u       /* of --model */
@@ -133,16 +134,6 @@ static const struct argp_option optionTable[] = {
 
 /* ---- Values ----------------------------------------------------------------------------------------------------- */
 
-static unsigned long long number(const char *text, unsigned long long low, unsigned long long high, const char *name,
-                                 struct argp_state *state) {
-  char *end;
-  errno = 0;
-  unsigned long long value = strtoull(text, &end, 10);
-  if (*text < '0' || *text > '9' || *end || errno || value < low || value > high)
-    argp_error(state, "--%s %s: expected a number from %llu to %llu", name, text, low, high);
-  return value;
-}
-
 static unsigned choice(const char *text, const char *const *names, const char *option, struct argp_state *state) {
   char all[256] = "";
   size_t used = 0;
@@ -248,16 +239,16 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->tokensText = text;
     break;
   case OPT_HIDDEN:
-    o->hidden = (uint32_t)number(text, 1, 1 << 24, "hidden", state);
+    o->hidden = (uint32_t)epOptionNumber(text, 1, 1 << 24, "hidden", state);
     break;
   case OPT_TOPK:
-    o->topk = (uint32_t)number(text, 1, 32, "topk", state);
+    o->topk = (uint32_t)epOptionNumber(text, 1, 32, "topk", state);
     break;
   case OPT_EXPERTS:
-    o->experts = (uint32_t)number(text, 1, 1 << 20, "experts", state);
+    o->experts = (uint32_t)epOptionNumber(text, 1, 1 << 20, "experts", state);
     break;
   case OPT_ALIGN:
-    o->align = (uint32_t)number(text, 0, 1 << 20, "align", state);
+    o->align = (uint32_t)epOptionNumber(text, 0, 1 << 20, "align", state);
     break;
   case OPT_ROUTING:
     o->routingText = text;
@@ -268,25 +259,25 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
       argp_error(state, "--minus-one %s: expected 0 to 1", text);
     break;
   case OPT_SEED:
-    o->seed = number(text, 0, ULLONG_MAX, "seed", state);
+    o->seed = epOptionNumber(text, 0, ULLONG_MAX, "seed", state);
     break;
   case OPT_SCHEDULES:
-    o->schedules = (unsigned)number(text, 1, 1000000, "schedules", state);
+    o->schedules = (unsigned)epOptionNumber(text, 1, 1000000, "schedules", state);
     break;
   case OPT_SMS:
-    o->sms = (unsigned)number(text, 0, 1024, "sms", state);
+    o->sms = (unsigned)epOptionNumber(text, 0, 1024, "sms", state);
     break;
   case OPT_EMU_SMS:
-    o->fabric.emuSms = (unsigned)number(text, 1, 1024, "emu-sms", state);
+    o->fabric.emuSms = (unsigned)epOptionNumber(text, 1, 1024, "emu-sms", state);
     break;
   case OPT_NO_BULK:
     o->fabric.emuNoBulk = 1;
     break;
   case OPT_WARMUP:
-    o->warmup = (unsigned)number(text, 0, 1000000, "warmup", state);
+    o->warmup = (unsigned)epOptionNumber(text, 0, 1000000, "warmup", state);
     break;
   case OPT_ITERS:
-    o->iters = (unsigned)number(text, 0, 1000000, "iters", state);
+    o->iters = (unsigned)epOptionNumber(text, 0, 1000000, "iters", state);
     break;
   case OPT_CHECK:
     o->check = 1;
@@ -306,10 +297,10 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->fabric.emuBug = parseBug(text, state);
     break;
   case OPT_MAX_RECV:
-    o->maxRecv = (long long)number(text, 0, UINT32_MAX, "max-recv", state);
+    o->maxRecv = (long long)epOptionNumber(text, 0, UINT32_MAX, "max-recv", state);
     break;
   case OPT_TIMEOUT:
-    o->fabric.timeoutMs = (unsigned)number(text, 1, 1000000, "timeout-ms", state);
+    o->fabric.timeoutMs = (unsigned)epOptionNumber(text, 1, 1000000, "timeout-ms", state);
     break;
   case OPT_JSON:
     o->jsonPath = text;

@@ -1,7 +1,6 @@
 /* The main job in one picture: a MoE layer's dispatch -> experts -> combine at DeepSeek-V3's shape on the GPUs found,
  * else at a small shape on the emulated fabric, checked against the reference, with a result table and a drawing. */
 #include <argp.h>
-#include <errno.h>
 #include <langinfo.h>
 #include <limits.h>
 #include <locale.h>
@@ -13,6 +12,7 @@
 #include "check.h"
 #include "demo_picture.h"
 #include "failure.h"
+#include "option_number.h"
 
 enum { WARMUP = 3, ITERATIONS = 10, STEPS = 10 };
 
@@ -284,16 +284,6 @@ static void printTable(const demo *d, int cuda) {
            d->result[0].worst > d->result[1].worst ? d->result[0].worst : d->result[1].worst);
 }
 
-static unsigned long long number(const char *text, unsigned long long low, unsigned long long high, const char *name,
-                                 struct argp_state *state) {
-  char *end;
-  errno = 0;
-  unsigned long long value = strtoull(text, &end, 10);
-  if (*text < '0' || *text > '9' || *end || errno || value < low || value > high)
-    argp_error(state, "--%s %s: expected a number from %llu to %llu", name, text, low, high);
-  return value;
-}
-
 static error_t parseOption(int key, char *text, struct argp_state *state) {
   demoOptions *o = state->input;
   unsigned out, up;
@@ -311,19 +301,19 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->fabric.scaleUp = up;
     break;
   case 't':
-    o->tokens = (uint32_t)number(text, 1, 1 << 20, "tokens", state);
+    o->tokens = (uint32_t)epOptionNumber(text, 1, 1 << 20, "tokens", state);
     break;
   case 'h':
-    o->hidden = (uint32_t)number(text, 1, 1 << 24, "hidden", state);
+    o->hidden = (uint32_t)epOptionNumber(text, 1, 1 << 24, "hidden", state);
     break;
   case 'k':
-    o->topk = (uint32_t)number(text, 1, 32, "topk", state);
+    o->topk = (uint32_t)epOptionNumber(text, 1, 32, "topk", state);
     break;
   case 'e':
-    o->experts = (uint32_t)number(text, 1, 1 << 20, "experts", state);
+    o->experts = (uint32_t)epOptionNumber(text, 1, 1 << 20, "experts", state);
     break;
   case 's':
-    o->seed = number(text, 0, ULLONG_MAX, "seed", state);
+    o->seed = epOptionNumber(text, 0, ULLONG_MAX, "seed", state);
     break;
   case ARGP_KEY_ARG:
     argp_error(state, "%s: arguments are options only", text);
