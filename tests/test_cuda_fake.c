@@ -25,6 +25,9 @@
 #include "jit_ext.h"
 #include "runtime.h"
 
+/* The fake NCCL defines it; only a real nccl.h would declare it, and the tests build without one. */
+ncclResult_t ncclGetVersion(int *version);
+
 /* ---- the driver's answers
  * ------------------------------------------------------------------------------------------------ */
 
