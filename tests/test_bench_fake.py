@@ -40,8 +40,8 @@ ops = ['dispatch', 'combine']
 parts = ['update', 'dispatch-cached', 'all']
 for layout in 'flat', 'rank-major':
     run([('', r, 0) for r in ops + parts], '--layout', layout, '--graph', '--profile-parts')
-run([('', r, 0) for r in ops + ['host-update', 'host-dispatch', 'host-combine', 'limit-copy-engine', 'limit-local-copy']],
-    '--layout', 'flat', '--host-time', '--limits')
+run([('', r, 0) for r in ['host-prepare'] + ops + ['host-update', 'host-dispatch', 'host-combine', 'limit-copy-engine',
+                                                   'limit-local-copy']], '--layout', 'flat', '--host-time', '--limits')
 transfers = ['link-copy-engine', 'link-sm-stores', 'nccl-all-to-all']
 run([(c, r, 0) for c in ('flat:8', 'rank-major:4') for r in ops + transfers], '--graph',
     '--compare=flat:8,rank-major:4')

@@ -59,7 +59,7 @@ for option, value, words in (
 refused(['--graph', 'no graphs', 'expected'], '--graph')
 
 # The time of calls, and where it would be that of a wait.
-run([0], ['host-update', 'host-dispatch', 'host-combine'], *small, '--host-time')
+run([0], ['host-prepare', 'host-update', 'host-dispatch', 'host-combine'], *small, '--host-time')
 refused(['--host-time', 'eager', 'expected'], '--host-time', '--max-recv', '0')
 
 # Beside others, where there are no others; and over SMs. What cannot be measured is said, and reports are whole.

@@ -41,3 +41,27 @@ int epBenchHostTimes(epBench *bench, epLayer *layer) {
   }
   return 0;
 }
+
+int epBenchPrepareTime(epBench *bench, epLayer *layer) {
+  const epLayerConfig *c = &layer->config;
+  epPort *port = layer->port;
+  epBenchRow *row = port->rank ? NULL : epBenchRowOf(bench->result, "", "host-prepare", 0);
+  ncclEpPrepareConfig_t config = NCCL_EP_PREPARE_CONFIG_INIT;
+  double start;
+  if (row) row->host = 1;
+  config.layout = epLayerLayout(c);
+  config.hidden = c->hidden;
+  config.top_k = c->topk;
+  config.dispatch_type = epLayerType(c->type);
+  config.combine_type = epLayerType(c->combineType);
+  config.index_type = c->index32 ? ncclInt32 : ncclInt64;
+  config.backward = c->backward;
+  config.scale_bytes = epLayerScaleBytes(c);
+  config.borrow_topk_idx = c->fused;
+  config.window_output = c->windowOut;
+  if (epPortBarrier(port)) return -1;
+  start = now();
+  if (ncclEpPrepare(layer->group, &config) != ncclSuccess)
+    return epToolFail("rank %d: ncclEpPrepare: %s", port->rank, ncclEpGetLastErrorString());
+  return epBenchKeep(port, row, now() - start);
+}

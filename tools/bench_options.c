@@ -117,7 +117,8 @@ static const struct argp_option optionTable[] = {
     {"limits", OPT_LIMITS, 0, 0, "GPUs: also measure copy engine and memory with the same bytes", 0},
     {"profile-parts", OPT_PARTS, 0, 0, "also time update, dispatch and combine alone and all together", 0},
     {"graph", OPT_GRAPH, 0, 0, "GPUs: check and time replays of CUDA graphs, one for each prepared routing", 0},
-    {"host-time", OPT_HOST_TIME, 0, 0, "also time the calls on the host, from call to return", 0},
+    {"host-time", OPT_HOST_TIME, 0, 0,
+     "also time the calls on the host, from call to return, and ncclEpPrepare before them", 0},
     {"compare", OPT_COMPARE, "LAYOUT:TOKENS,...", OPTION_ARG_OPTIONAL,
      "measure the operations beside the link's limits and NCCL's all-to-all of the same bytes, in turn (default: one "
      "case, "

@@ -143,7 +143,9 @@ void epBenchPrintHeader(const epBenchResult *r) {
     printf("# time: the host's, for %u emulated ranks on this machine: says nothing about GPUs; %u schedules\n",
            o->ranks, o->schedules);
   if (o->hostTime)
-    printf("# host-update, host-dispatch, host-combine: from call to return on the host, stream idle before\n");
+    printf("# host-prepare: ncclEpPrepare, cold or from the disk cache; host-update, host-dispatch, host-combine: from "
+           "call "
+           "to return on the host, stream idle before\n");
   printf("# dispatch includes the update of the routing (topk_idx %s); combine is the call alone\n",
          o->noFused ? "copied by a launch of its own: --no-fused"
                     : "borrowed: no launch of its own where it can be fused");

@@ -341,15 +341,21 @@ static int timeParts(epBench *bench, epLayer *layer, const char *name, unsigned 
   return epBenchSettled(bench, layer);
 }
 
-/* Inputs for every routing, so that no iteration reads memory that nothing wrote. */
+/* Decisions of every routing, and tokens and experts' outputs for the one that has most of them here: they share their
+ * memory, and no iteration reads memory that nothing wrote. */
 static int uploadAll(epBench *bench, epLayer *layer) {
+  int rank = layer->port->rank;
+  unsigned tokens = 0, rows = 0; /* the routings with most of each */
+  epCheckCase most;
   for (unsigned i = 0; i < bench->routings; i++) {
-    epCheckCase what = caseOf(bench, i);
-    if (epLayerSetIndices(layer, i, what.routing->idx[layer->port->rank], what.routing->tokens[layer->port->rank]) ||
-        epCheckUploadTokens(layer, &what, EP_DATA_TOKEN) || epCheckUploadOutputs(layer, &what))
-      return -1;
+    if (epLayerSetIndices(layer, i, bench->routing[i].idx[rank], bench->routing[i].tokens[rank])) return -1;
+    if (bench->routing[i].tokens[rank] > bench->routing[tokens].tokens[rank]) tokens = i;
+    if (bench->ref[i]->rank[rank].rows > bench->ref[rows]->rank[rank].rows) rows = i;
   }
-  return 0;
+  most = caseOf(bench, tokens);
+  if (epCheckUploadTokens(layer, &most, EP_DATA_TOKEN)) return -1;
+  most = caseOf(bench, rows);
+  return epCheckUploadOutputs(layer, &most);
 }
 
 static int timeAll(epBench *bench, epLayer *layer) {
@@ -456,7 +462,8 @@ int epBenchRun(epPort *port, void *context) {
     epPortFaults(port);
     return -1;
   }
-  rc = epBenchBegin(bench, layer);
+  if (o->hostTime) rc = epBenchPrepareTime(bench, layer);
+  if (!rc) rc = epBenchBegin(bench, layer);
   if (!rc && o->iters) rc = timeAll(bench, layer);
   if (!rc && o->hostTime) rc = epBenchHostTimes(bench, layer);
   if (!rc && o->limits) rc = timeLimits(bench, layer);

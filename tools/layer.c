@@ -156,16 +156,17 @@ static int createGroup(epLayer *layer) {
   return told(layer, ncclEpCreateGroup(&layer->group, layer->port->comm, &config), "ncclEpCreateGroup");
 }
 
+ncclEpLayout_t epLayerLayout(const epLayerConfig *config) {
+  return config->layout == EP_REF_FLAT         ? NCCL_EP_LAYOUT_FLAT
+         : config->layout == EP_REF_RANK_MAJOR ? NCCL_EP_LAYOUT_RANK_MAJOR
+                                               : NCCL_EP_LAYOUT_EXPERT_MAJOR;
+}
+
 static int createHandle(epLayer *layer) {
   const epLayerConfig *c = &layer->config;
   ncclEpHandleConfig_t config = NCCL_EP_HANDLE_CONFIG_INIT;
   config.dispatch_output_per_expert_alignment = c->layout == EP_REF_EXPERT_MAJOR ? c->align : 0;
-  return told(layer,
-              ncclEpInitHandle(&layer->handle, layer->group,
-                               c->layout == EP_REF_FLAT         ? NCCL_EP_LAYOUT_FLAT
-                               : c->layout == EP_REF_RANK_MAJOR ? NCCL_EP_LAYOUT_RANK_MAJOR
-                                                                : NCCL_EP_LAYOUT_EXPERT_MAJOR,
-                               &config, (int)c->topk, NULL),
+  return told(layer, ncclEpInitHandle(&layer->handle, layer->group, epLayerLayout(c), &config, (int)c->topk, NULL),
               "ncclEpInitHandle");
 }
 

@@ -67,6 +67,7 @@ int epLayerOpen(epPort *port, const epLayerConfig *config, epLayer **out);
 int epLayerClose(epLayer *layer);
 
 ncclDataType_t epLayerType(epRefType type);
+ncclEpLayout_t epLayerLayout(const epLayerConfig *config);
 size_t epLayerRowBytes(const epLayerConfig *config);        /* of dispatch, without scales */
 size_t epLayerCombineRowBytes(const epLayerConfig *config); /* of combine */
 uint32_t epLayerScaleBytes(const epLayerConfig *config);
