@@ -1,6 +1,6 @@
 /*
  * What libnccl_ep adds to the NCCL EP interface (nccl_ep.h): sizes ahead of time, group properties, dispatch with
- * scales in columns, combine with biases, exact counts on the host, the routing record's metadata, compiling ahead, the last error of a
+ * scales in columns, combine with biases, streams and events, exact counts on the host, the routing record's metadata, compiling ahead, the last error of a
  * thread, and communicators of the emulated fabric, on which every ncclEp* call runs without a GPU.
  *
  * Nothing here appends a field to a struct of nccl_ep.h. Every struct here starts with `size` and `magic` and is filled
@@ -178,6 +178,11 @@ typedef struct {
    * the next column stay untouched. */
   size_t scale_column_stride;
   unsigned int num_sms; /* thread blocks (SMs) of this call at most; 0, or more than the group's: the group's */
+  /* See "Streams and events" below. */
+  cudaEvent_t start_event;    /* NULL, or: the call's work starts after it */
+  cudaEvent_t epilogue_event; /* NULL, or: the receiving part starts after it; not with send_only */
+  cudaEvent_t done_event;     /* NULL, or: recorded behind the call's work */
+  int communication_stream;   /* 1: the work goes to the group's own stream instead of `stream` */
 } ncclEpDispatchExtConfig_t;
 #define NCCL_EP_DISPATCH_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchExtConfig_t, NCCL_EP_MAGIC)
 /* ncclEpDispatchExt: ncclEpDispatch, with options.
@@ -201,6 +206,11 @@ typedef struct {
   /* Rows that are added to the sums: each NULL, or [T, H] of the tokens' type, 16-byte aligned. The sum of a token starts
    * with bias[0] + bias[1] in FP32; a token without selection gets their sum, rounded once. */
   const ncclEpTensor_t *bias[2];
+  /* See "Streams and events" below. */
+  cudaEvent_t start_event;    /* NULL, or: the call's work starts after it */
+  cudaEvent_t epilogue_event; /* NULL, or: the receiving part starts after it; not with send_only */
+  cudaEvent_t done_event;     /* NULL, or: recorded behind the call's work */
+  int communication_stream;   /* 1: the work goes to the group's own stream instead of `stream` */
 } ncclEpCombineExtConfig_t;
 #define NCCL_EP_COMBINE_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpCombineExtConfig_t, NCCL_EP_MAGIC)
 /* ncclEpCombineExt: ncclEpCombine, with options.
@@ -213,6 +223,73 @@ typedef struct {
 ncclResult_t ncclEpCombineExt(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
                               const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
                               const ncclEpCombineExtConfig_t *ext_config, cudaStream_t stream);
+
+/* ---- Streams and events --------------------------------------------------------------------------------------------
+ *
+ * Not supported yet: what is given of it is refused.
+ *
+ * Every dispatch and combine has a sending part, which moves this rank's rows to the peers, and a receiving part (its
+ * epilogue), which arranges or sums what arrives. With send_only the call does the first alone, and ncclEpComplete the
+ * second: see "Staging" in nccl_ep.h.
+ *
+ * Events are the caller's, made with timing or without. Those to wait for are looked at when the call is made, as
+ * cudaStreamWaitEvent does: one that was never recorded is no wait, and it may be recorded anew or destroyed once the call has
+ * returned.
+ *   start_event     what the call's work waits for: beside what `stream` holds, or, on the communication stream, instead of it
+ *   epilogue_event  what the receiving part waits for, so that the sending part may run before (for example) the last reader of
+ *                   the outputs has finished. The call is then two launches
+ *   done_event      recorded behind the call's work: with send_only behind the sending part
+ *
+ * The communication stream belongs to the group (ncclEpGetCommunicationStream). A call that asks for it leaves `stream` free:
+ * the work waits for start_event, or without one for all that `stream` holds at the call, and nothing in `stream` waits for the
+ * work but what the caller makes wait for done_event, which is therefore required unless send_only. In a group that has used
+ * its communication stream all calls that queue work run in the order in which they were made, whatever their streams, except
+ * while capturing, where their order is the caller's.
+ *
+ * Lifetime. "Passed": the stream (or done_event) that a call's work went to has come to its end; for a staged operation that of
+ * its ncclEpComplete.
+ *   inputs, biases    unmodified until the operation has passed; of a staged one until its completion has
+ *   outputs           not read from the start of the call's work until the operation has passed, and not read or written between the
+ *                     parts: peers may store into window-backed ones as soon as this rank's sending part runs. With an epilogue_event outputs
+ *                     that are not window-backed may still be read until it happens
+ *   topk_idx          until the update has passed; borrowed, until the first dispatch has, and if that is staged, its sending part
+ *   handle's memory   not overwritten, moved or updated while an operation of the handle has not passed
+ *   descriptors, configs, `sizes`   until the call returns */
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  cudaEvent_t start_event;  /* NULL, or: the receiving part starts after it */
+  cudaEvent_t done_event;   /* NULL, or: recorded behind it */
+  int communication_stream; /* 1: on the group's own stream instead of `stream` */
+} ncclEpCompleteExtConfig_t;
+#define NCCL_EP_COMPLETE_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpCompleteExtConfig_t, NCCL_EP_MAGIC)
+/* ncclEpCompleteExt: ncclEpComplete, with events and the communication stream.
+ *   config  NULL: as ncclEpComplete
+ * Collective, asynchronous, capturable. With nothing staged it does what the events ask for and no more. */
+ncclResult_t ncclEpCompleteExt(ncclEpHandle_t handle, const ncclEpCompleteExtConfig_t *config, cudaStream_t stream);
+
+/* A staged operation whose completion is due later, and what it has to wait for. The caller's own memory; nothing is to be
+ * released. */
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  ncclEpHandle_t handle; /* with the staged operation */
+  cudaEvent_t event;     /* NULL, or what the completion waits for, for example the done_event of the sending part */
+  int done;              /* 0; set to 1 by ncclEpDeferredRun */
+} ncclEpDeferred_t;
+#define NCCL_EP_DEFERRED_INIT NCCL_EP_STRUCT_INIT(ncclEpDeferred_t, NCCL_EP_MAGIC)
+/* ncclEpDeferredRun: wait, then run the deferred epilogue, once: makes `stream` wait for deferred->event and completes the handle's staged
+ * operation on it; any further call with the same struct does nothing.
+ *   deferred  in and out: filled by its _INIT macro, then handle and event set
+ * Collective, asynchronous, capturable. When it fails, `done` stays 0. */
+ncclResult_t ncclEpDeferredRun(ncclEpDeferred_t *deferred, cudaStream_t stream);
+
+/* ncclEpGetCommunicationStream: the group's own stream, made at first use, non-blocking and of the device's highest priority, so that
+ * blocks of communication start before those of other work that waits.
+ *   stream  out, the group's: not to be destroyed by the caller
+ * Local. While a stream is captured only if it was made before. */
+ncclResult_t ncclEpGetCommunicationStream(ncclEpGroup_t group, cudaStream_t *stream);
 
 /* ---- Exact counts on the host ------------------------------------------------------------------------------------ */
 
@@ -275,6 +352,7 @@ typedef struct {
   unsigned int num_bias;        /* 1 or 2: combine with that many biases (ncclEpCombineExt), 0: without */
   int borrow_topk_idx; /* 1: also compile the dispatch that makes the routing record itself (ncclEpUpdateHandleExt) */
   int window_output;   /* 1: dispatch's outputs.tokens will be window-backed, see "Windows" in nccl_ep.h */
+  unsigned int in_flight; /* staged operations (send_only) to be ready for, at most max_in_flight; 0: none */
 } ncclEpPrepareConfig_t;
 #define NCCL_EP_PREPARE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpPrepareConfig_t, NCCL_EP_MAGIC)
 /* ncclEpPrepare: compiles and loads every kernel that calls of this shape need, so that no later call compiles.
@@ -282,8 +360,9 @@ typedef struct {
  * Update,
  * forward dispatch and combine, with `backward` those of the backward pass too, with `borrow_topk_idx` the forward dispatch
  * that follows a borrowing update (low latency's serves both), with `window_output` those of dispatch for a window-backed
- * output instead of an ordinary one. Low latency refuses `backward` and `scale_bytes`. Not while
- * capturing. Local. */
+ * output instead of an ordinary one. Low latency refuses `backward` and `scale_bytes`. With `in_flight` also
+ * both parts of staged operations, and the memory of as many in flight. Not while
+ * capturing. Local, but collective with `in_flight`. */
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);
 
 /* ---- Emulated communicators ----------------------------------------------------------------------------------------

@@ -8,6 +8,14 @@
 #define TAKE(call, type, from, to) \
   epTakeStruct(call, #from, from, (unsigned)sizeof(type), 4, to, (unsigned)sizeof(type))
 
+/* Events and the communication stream of a call: declared, and refused so far. */
+static ncclResult_t epNoEvents(const char *call, const char *config, cudaEvent_t start, cudaEvent_t epilogue,
+                               cudaEvent_t done, int communication) {
+  const char *field = start ? "start_event" : epilogue ? "epilogue_event" : done ? "done_event" : NULL;
+  if (!field && communication) field = "communication_stream";
+  return field ? epFail(ncclInvalidUsage, "%s: %s.%s is given: not supported yet", call, config, field) : ncclSuccess;
+}
+
 const char *ncclEpGetLastErrorString(void) { return epLastError(); }
 
 ncclResult_t ncclEpGetErrorInfo(ncclEpGroup_t group, ncclEpErrorInfo_t *info) {
@@ -70,7 +78,9 @@ ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs
   ncclEpDispatchExtConfig_t ext;
   ncclResult_t r = epTakeOptional(call, "ext_config", ext_config,
                                   NCCL_EP_FIELD_END(ncclEpDispatchExtConfig_t, scale_column_stride), 4, &ext,
-                                  (unsigned)sizeof ext); /* num_sms came later */
+                                  (unsigned)sizeof ext); /* num_sms came later, then events */
+  if (r == ncclSuccess)
+    r = epNoEvents(call, "ext_config", ext.start_event, ext.epilogue_event, ext.done_event, ext.communication_stream);
   return r == ncclSuccess ? epEntryDispatch(call, handle, inputs, outputs, layout_info, config, &ext, stream) : r;
 }
 
@@ -80,8 +90,42 @@ ncclResult_t ncclEpCombineExt(ncclEpHandle_t handle, const ncclEpCombineInputs_t
   EP_CALL();
   static const char call[] = "ncclEpCombineExt";
   ncclEpCombineExtConfig_t ext;
-  ncclResult_t r = epTakeOptional(call, "ext_config", ext_config, (unsigned)sizeof ext, 4, &ext, (unsigned)sizeof ext);
+  ncclResult_t r = epTakeOptional(call, "ext_config", ext_config, NCCL_EP_FIELD_END(ncclEpCombineExtConfig_t, bias), 4,
+                                  &ext, (unsigned)sizeof ext); /* events came later */
+  if (r == ncclSuccess)
+    r = epNoEvents(call, "ext_config", ext.start_event, ext.epilogue_event, ext.done_event, ext.communication_stream);
   return r == ncclSuccess ? epEntryCombine(call, handle, inputs, outputs, config, &ext, stream) : r;
+}
+
+ncclResult_t ncclEpCompleteExt(ncclEpHandle_t handle, const ncclEpCompleteExtConfig_t *config, cudaStream_t stream) {
+  EP_CALL();
+  static const char call[] = "ncclEpCompleteExt";
+  ncclEpCompleteExtConfig_t c;
+  ncclResult_t r = epTakeOptional(call, "config", config, (unsigned)sizeof c, 4, &c, (unsigned)sizeof c);
+  if (r == ncclSuccess) r = epNoEvents(call, "config", c.start_event, NULL, c.done_event, c.communication_stream);
+  return r == ncclSuccess ? ncclEpComplete(handle, NULL, stream) : r;
+}
+
+ncclResult_t ncclEpDeferredRun(ncclEpDeferred_t *deferred, cudaStream_t stream) {
+  EP_CALL();
+  ncclEpDeferred_t d;
+  ncclResult_t r = TAKE("ncclEpDeferredRun", ncclEpDeferred_t, deferred, &d);
+  if (r == ncclSuccess && !d.done) {
+    ncclEpCompleteExtConfig_t c = NCCL_EP_COMPLETE_EXT_CONFIG_INIT;
+    c.start_event = d.event;
+    r = ncclEpCompleteExt(d.handle, &c, stream);
+    if (r == ncclSuccess) deferred->done = 1;
+  }
+  return r;
+}
+
+ncclResult_t ncclEpGetCommunicationStream(ncclEpGroup_t group, cudaStream_t *stream) {
+  EP_CALL();
+  static const char call[] = "ncclEpGetCommunicationStream";
+  ncclResult_t r = epGroupFind(call, group);
+  if (r == ncclSuccess && !stream)
+    r = epFail(ncclInvalidArgument, "%s: stream is NULL: expected room for a stream", call);
+  return r == ncclSuccess ? epFail(ncclInvalidUsage, "%s: not supported yet", call) : r;
 }
 
 ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *counts) {
