@@ -34,6 +34,7 @@ enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
   X(layout)     /* EP_LAYOUT_KIND_* */                                                                                      \
   X(scaleBytes) /* of a token's row of scales, a multiple of 4; 0: none */                                                  \
   X(bias)       /* rows that combine's sums start from: 0, 1 or 2 */                                                        \
+  X(single)     /* combine only: nothing is summed before a token's own rank sums all its slots */                          \
   X(weights)    /* rows carry K FP32 weights: forward dispatch, backward combine */                                         \
   X(indexBytes) /* 4 or 8: update's topk_idx */                                                                             \
   X(threads)    /* a block */                                                                                               \

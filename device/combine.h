@@ -91,6 +91,7 @@ struct epJob {
   uint32_t round;         /* of a sender: those before it hold no more of this warp's rows */
   uint32_t begin, end;    /* the span of the row */
   uint32_t piece;         /* bytes of it that a stage holds of each part */
+  uint32_t apart;         /* of a sender without partial sums: part k goes to `to` + k * apart */
   const uint8_t *bias[2]; /* the token's rows of cfg.bias tensors; not with `move` */
 };
 
@@ -129,12 +130,22 @@ template <class C> DEV void ep_job_load(const C c, const epPipe &q, uint32_t n, 
   }
 }
 
+/* Without partial sums: the piece of unit n of each part to that part's own row. */
+DEV void ep_job_scatter(const epPipe &q, uint32_t n, const epJob &job, uint32_t at) {
+  uint32_t from = ep_stage(q, n), bytes = at + job.piece < job.end ? job.piece : job.end - at;
+  if (p::lane() != 0) return;
+  for (uint32_t m = job.sum.parts; m; m &= m - 1, from += job.piece)
+    p::bulk_s2g(job.to + (uint64_t)(p::ffs(m) - 1) * job.apart + at, from, bytes);
+  p::bulk_commit();
+}
+
 /* A lane's vectors at once: with two warps a scheduler, what hides the latencies of a sum is its own width. */
 #define EP_SUM_VECTORS 4
 /* Sums the piece of unit n in place of its first part (a lane writes only what it alone has read) and stores it. */
 template <class C> DEV void ep_job_store(const C c, const epPipe &q, uint32_t n, const epJob &job, uint32_t at) {
   uint32_t l = p::lane(), stage = ep_stage(q, n);
   uint32_t bytes = at + job.piece < job.end ? job.piece : job.end - at;
+  if (c.single && job.move) return ep_job_scatter(q, n, job, at);
   if (!job.move || p::popc(job.sum.parts) != 1) {
     for (uint32_t v = 16 * l; v < bytes; v += 512 * EP_SUM_VECTORS) { /* the last of them may lie past the end */
       uint4 sum[EP_SUM_VECTORS];
@@ -164,6 +175,12 @@ template <class C> DEV void ep_job_store(const C c, const epPipe &q, uint32_t n,
 
 /* The whole span without bulk copies. */
 template <class C> DEV void ep_job_run(const C c, const epJob &job) {
+  for (uint32_t m = c.single && job.move ? job.sum.parts : 0; m; m &= m - 1) {
+    uint32_t k = p::ffs(m) - 1;
+    const uint8_t *from = (const uint8_t *)ep_shfl64(job.sum.address, k);
+    ep_row_copy(job.to + (uint64_t)k * job.apart + job.begin, from + job.begin, job.end - job.begin);
+  }
+  if (c.single && job.move) return;
   for (uint32_t at = job.begin + 16 * p::lane(); at - 16 * p::lane() < job.end; at += 512) {
     uint4 v;
     ep_sum_vectors<1>(
@@ -211,6 +228,19 @@ template <class C> DEV uint32_t ep_combine_parts(const C c, uint32_t row) {
 
 template <class C> DEV uint64_t ep_combine_address(const C c, const epCombineArgs &a, uint32_t row) {
   return (uint64_t)(a.tokens + (uint64_t)(row == EP_NONE ? 0 : row) * c.rowBytes);
+}
+
+/* Staging row of row j: without partial sums there is one for each k. */
+template <class C> DEV uint32_t ep_combine_stage(const C c, uint32_t j) { return c.single ? j * c.topk : j; }
+
+/* Whole warp, without partial sums: a source does not know what was dropped here, so in these slots' places it finds what a sum does
+ * not notice: -0 (+0 would make a positive zero of a negative one). */
+template <class C> DEV void ep_combine_dropped(const C c, const epJob &job, uint32_t lanes) {
+  uint4 none;
+  none.x = none.y = none.z = none.w = c.dtype == EP_DTYPE_F32 ? 0x80000000u : 0x80008000u;
+  for (; lanes; lanes &= lanes - 1) /* ordinary stores: the release of the row's flag covers them */
+    for (uint32_t at = job.begin + 16 * p::lane(); at < job.end; at += 512)
+      p::stg<uint4>(job.to + (uint64_t)(p::ffs(lanes) - 1) * job.apart + at, none);
 }
 
 /* A chunk of rows of one source, or a span of one; item i of the work list, in which sources take turns. Counted in spans;
@@ -286,10 +316,12 @@ DEV void ep_push_job(const C c, const epCombineArgs &a, const epPipe &q, const e
   job.sum.parts = job.sum.local = ep_combine_parts(c, row);
   job.sum.last = job.sum.localAt = 0;
   job.sum.address = ep_combine_address(c, a, row);
-  job.to = ep_stage_row(a.group, q, r.s, a.group.rank, j);
+  job.to = ep_stage_row(a.group, q, r.s, a.group.rank, ep_combine_stage(c, j));
+  job.apart = (uint32_t)a.group.window.stageStride;
   job.move = true;
   ep_job_span(c, job, span, ep_spans(c));
   ep_job_pieces(c, q, job);
+  if (c.single) ep_combine_dropped(c, job, p::ballot(p::FULL, r.entry != EP_NONE) & ~job.sum.parts);
   if (c.weights && l < c.topk && span == 0) /* ordinary stores: the release of the row's flag covers them */
     p::stg<uint32_t>(job.to + c.rowBytes + 4 * l, ep_combine_weight(c, a, row));
 }
@@ -472,13 +504,17 @@ DEV void ep_reduce_job(const C c, const epCombineArgs &a, const epPipe &q, const
   uint32_t t = r.item / spans, span = r.item % spans, row = r.row;
   bool last = ep_reduce_enters(c, r, &owner);
   uint32_t mine = ep_combine_input(c, a, q, me, row, ep_reduce_entry(c, a, r), r.base);
-  uint32_t localAt = p::ballot(p::FULL, last && owner == me), remote = p::ballot(p::FULL, last && owner != me);
+  bool sent = owner != me && (c.single ? r.e >= 0 : last); /* the lane has a staged row */
+  uint32_t localAt = p::ballot(p::FULL, last && owner == me), remote = p::ballot(p::FULL, sent);
+  uint32_t staged = ep_combine_stage(c, row);
   job.sum.local = ep_combine_parts(c, mine);
-  job.sum.localAt = job.sum.local ? localAt : 0;
   job.sum.parts = job.sum.local | remote;
+  if (c.single) job.sum.local = 0; /* its slots enter like all others */
+  job.sum.localAt = job.sum.local ? localAt : 0;
   job.sum.last = job.sum.localAt | remote;
-  job.sum.address = owner == me ? ep_combine_address(c, a, mine)
-                                : (uint64_t)(last ? ep_stage_row(a.group, q, me, owner, row) : nullptr);
+  job.sum.address =
+      owner == me ? ep_combine_address(c, a, mine)
+                  : (uint64_t)(sent ? ep_stage_row(a.group, q, me, owner, staged + (c.single ? l : 0)) : nullptr);
   job.to = a.outTokens + (uint64_t)t * c.rowBytes;
   job.bias[0] = c.bias > 0 ? a.bias[0] + (uint64_t)t * c.rowBytes : nullptr;
   job.bias[1] = c.bias > 1 ? a.bias[1] + (uint64_t)t * c.rowBytes : nullptr;
@@ -490,7 +526,7 @@ DEV void ep_reduce_job(const C c, const epCombineArgs &a, const epPipe &q, const
     if (owner == me)
       w = ep_combine_weight(c, a, mine);
     else if (r.e >= 0)
-      w = p::ldg<uint32_t>(ep_stage_row(a.group, q, me, owner, row) + c.rowBytes + 4 * l);
+      w = p::ldg<uint32_t>(ep_stage_row(a.group, q, me, owner, staged) + c.rowBytes + 4 * l);
     p::stg<float>(a.outWeights + (uint64_t)t * c.topk + l, p::as_float(w));
   }
 }

@@ -19,7 +19,8 @@
  *   stageFlags  u32 [R][chunks]     EP_FLAG of the operation whose chunk of rows from r is complete; a chunk is
  *                                   epChunkRows(row bytes) rows, or in combine a span of one: chunks = rows * spans
  *   credits     u32 [R]             generation of the last operation that peer r has finished reading
- *   stage       u8  [R-1][B][stride] rows on their way: token bytes, K FP32 weights and scales, each padded to 16
+ *   stage       u8  [R-1][B][stride] rows on their way: token bytes, K FP32 weights and scales, each padded to 16; for combines
+ *                                   without partial sums [R-1][B][K][stride], a row for each k
  *
  * Routing record (in the handle's memory, position independent)
  *
@@ -83,9 +84,12 @@
 typedef struct epShape {
   uint32_t ranks, experts, topk; /* topk: of the handle for a record, the largest of the group for the window */
   uint32_t maxTokens;            /* B */
-  uint32_t stageRows;            /* rows of a staging region: B, or B * min(K, L) without multiple reductions */
+  uint32_t stageRows;            /* rows of a staging region: B, or B * K where every slot of a token travels */
   uint32_t maxRowBytes;          /* token bytes of the widest row */
 } epShape;
+
+/* Combines sum nothing before a token's own rank does. With one k there is nothing to sum. */
+EP_HD uint32_t epShapeSingle(const epShape *s) { return s->stageRows > s->maxTokens; }
 
 typedef struct epWindowLayout {
   uint64_t counts, replies, meta, metaFlags, stageFlags, credits, outputs, stage, bytes;
@@ -133,7 +137,7 @@ EP_HD epWindowLayout epWindowLayoutOf(epShape s) {
   epWindowLayout w;
   uint64_t at = 0, words = (uint64_t)s.experts / s.ranks + 1;
   w.stageStride = epAlignUp((uint64_t)s.maxRowBytes + epWeightBytes(s.topk), EP_LINE);
-  w.chunks = s.stageRows * epSpans(s.maxRowBytes, 1);
+  w.chunks = s.maxTokens * epSpans(s.maxRowBytes, 1); /* a token's rows from one rank share theirs */
   w.metaWords = 1 + s.topk;
   w.counts = epTake(&at, 2 * 8 * words * s.ranks);
   w.replies = epTake(&at, 2 * 8 * words * s.ranks);

@@ -18,6 +18,9 @@ epConfig epMoveConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk,
   c.dtype = dtype;
   c.layout = kind;
   c.weights = weights != 0;
+  /* A flat row is one a rank already: within a domain there is nothing else to sum. */
+  c.single = epShapeSingle(&g->shape) && dtype != EP_DTYPE_BYTES &&
+             (kind != EP_LAYOUT_KIND_FLAT || g->topology.scaleOutRanks > 1);
   return c;
 }
 

@@ -114,7 +114,24 @@ static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
   return r;
 }
 
-ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config) {
+/* Options beyond the configuration. */
+static ncclResult_t epGroupOptions(struct ncclEpGroup *g, const ncclEpGroupExtConfig_t *ext) {
+  static const char call[] = "ncclEpCreateGroupExt";
+  if (ext->single_reduction != 0 && ext->single_reduction != 1)
+    return epFail(ncclInvalidArgument, "%s: ext_config.single_reduction is %d: expected 0 or 1", call,
+                  ext->single_reduction);
+  if (ext->single_reduction && epIsLl(g))
+    return epFail(
+        ncclInvalidUsage,
+        "%s: ext_config.single_reduction is 1: expected 0 in low latency, where the experts' rank applies the "
+        "weights and sums, or (rank-major) the caller does",
+        call);
+  if (ext->single_reduction) g->shape.stageRows = g->shape.maxTokens * g->shape.topk;
+  return ncclSuccess;
+}
+
+ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config,
+                           const ncclEpGroupExtConfig_t *ext) {
   struct ncclEpGroup *g;
   ncclResult_t r;
   if (!out) return epFail(ncclInvalidArgument, "ncclEpCreateGroup: ep_group is NULL: expected room for a group");
@@ -128,6 +145,7 @@ ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGrou
   pthread_mutex_init(&g->lock, NULL);
   r = g->be->ops->topology(g->be, &g->topology);
   if (r == ncclSuccess) r = epGroupConfigCheck(config, &g->topology, &g->config, &g->shape);
+  if (r == ncclSuccess) r = epGroupOptions(g, ext);
   if (r == ncclSuccess) r = epRefuseCapture("ncclEpCreateGroup", g, NULL, "a group cannot be made then");
   if (r != ncclSuccess) goto release;
   g->windowLayout = epWindowLayoutOf(g->shape);

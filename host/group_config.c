@@ -83,12 +83,13 @@ static const char *const epWireNames[EP_WIRE_FIELDS] = {"status",
                                                         "num_topk",
                                                         "enable_mask",
                                                         "zero_copy",
-                                                        "overflow_policy"};
+                                                        "overflow_policy",
+                                                        "single_reduction"};
 
 epGroupWire epGroupWireOf(const ncclEpGroupConfig_t *c, const epShape *shape, ncclResult_t status) {
   epGroupWire w = {{(uint64_t)status, NCCL_EP_VERSION_CODE, EP_RECORD_VERSION, (uint64_t)c->algorithm, c->num_experts,
                     c->max_dispatch_tokens_per_rank, c->max_recv_tokens_per_rank, c->max_token_bytes, shape->topk,
-                    c->enable_mask, (uint64_t)c->zero_copy, (uint64_t)c->overflow_policy}};
+                    c->enable_mask, (uint64_t)c->zero_copy, (uint64_t)c->overflow_policy, epShapeSingle(shape)}};
   return w;
 }
 

@@ -8,6 +8,7 @@
 #include "abi.h"
 #include "backend.h"
 #include "nccl_ep.h"
+#include "nccl_ep_ext.h"
 #include "policy.h"
 
 #define EP_TIMEOUT_NS 100000000000ull /* of a wait in a kernel, unless the caller says otherwise */
@@ -100,7 +101,8 @@ struct ncclEpHandle {
 };
 
 /* ---- group.c */
-ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config);
+ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config,
+                           const ncclEpGroupExtConfig_t *ext);
 ncclResult_t epGroupDestroy(ncclEpGroup_t group);
 /* The group if it exists, else an error. */
 ncclResult_t epGroupFind(const char *call, ncclEpGroup_t group);

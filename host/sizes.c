@@ -10,7 +10,7 @@ uint32_t epLargestTopk(uint32_t maxTokens) {
 }
 
 ncclResult_t epShapeOf(const char *call, const epSizeRequest *request, epShape *shape) {
-  uint32_t topk = request->topk ? request->topk : epLargestTopk(request->maxTokens), locals;
+  uint32_t topk = request->topk ? request->topk : epLargestTopk(request->maxTokens);
   if (request->ranks < 1 || request->ranks > EP_MAX_RANKS)
     return epFail(ncclInvalidArgument, "%s: the communicator has %u ranks: expected 1 to %u", call, request->ranks,
                   EP_MAX_RANKS);
@@ -29,13 +29,11 @@ ncclResult_t epShapeOf(const char *call, const epSizeRequest *request, epShape *
   if (request->rowBytes < 1 || request->rowBytes > EP_MAX_ROW_BYTES || request->rowBytes % EP_ROW_ALIGN)
     return epFail(ncclInvalidArgument, "%s: a row of tokens has %llu bytes: expected a multiple of %u, at most %u",
                   call, (unsigned long long)request->rowBytes, EP_ROW_ALIGN, EP_MAX_ROW_BYTES);
-  locals = request->experts / request->ranks;
   shape->ranks = request->ranks;
   shape->experts = request->experts;
   shape->topk = topk;
   shape->maxTokens = request->maxTokens;
-  shape->stageRows =
-      request->multipleReductions ? request->maxTokens : request->maxTokens * (topk < locals ? topk : locals);
+  shape->stageRows = request->maxTokens * (request->multipleReductions ? 1 : topk);
   shape->maxRowBytes = (uint32_t)request->rowBytes;
   return ncclSuccess;
 }

@@ -56,7 +56,7 @@ typedef struct {
   ncclDataType_t datatype;         /* of dispatched rows */
   unsigned int scale_bytes;        /* bytes of a dispatched row's scales, a multiple of 4; 0 for none */
   int allow_hybrid;                /* ignored: a communicator of several scale-up domains is sized for them */
-  int multiple_reductions;         /* 1 (default): partial sums of a rank are rounded; 0: every slot travels */
+  int multiple_reductions;         /* 1 (default); 0: for a group of single_reduction (ncclEpCreateGroupExt) */
   ncclDataType_t combine_datatype; /* of expert outputs where that is wider than `datatype`; else leave it 0 */
 } ncclEpBufferSizeConfig_t;
 #ifdef __cplusplus
@@ -102,6 +102,29 @@ typedef struct {
  * Local; allocates nothing that stays. ncclInvalidArgument names a limit that is exceeded. */
 ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config,
                                        ncclEpBufferSize_t *sizes);
+
+/* ---- Groups, with options ---------------------------------------------------------------------------------------- */
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  /* How combine sums, the same on all ranks. 0: the slots of a token on one rank are summed there and rounded to the tokens' type, in
+   * several scale-up domains the ranks of a domain then are, and one row travels for each. 1: nothing is summed on the way:
+   * every slot travels, and all slots of a token enter one FP32 sum in ascending k, rounded once at the end. A flat row is one
+   * slot, at the highest k that its rank has of the token; so within one domain flat handles give the same result either way.
+   * More bytes over the link, and a window with room for K rows a token instead of one (num_topk of the group: worth setting).
+   * ncclInvalidUsage: 1 in low latency. */
+  int single_reduction;
+} ncclEpGroupExtConfig_t;
+#define NCCL_EP_GROUP_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupExtConfig_t, NCCL_EP_MAGIC)
+/* ncclEpCreateGroupExt: ncclEpCreateGroup, with options.
+ *   ep_group    out, as for ncclEpCreateGroup
+ *   comm        as for ncclEpCreateGroup
+ *   config      as for ncclEpCreateGroup
+ *   ext_config  NULL: as ncclEpCreateGroup
+ * Collective. ncclInvalidArgument names an option that differs between ranks. */
+ncclResult_t ncclEpCreateGroupExt(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config,
+                                  const ncclEpGroupExtConfig_t *ext_config);
 
 /* ---- Group properties -------------------------------------------------------------------------------------------- */
 

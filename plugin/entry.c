@@ -35,7 +35,7 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t *ep_group, ncclComm_t comm, const n
   EP_CALL();
   ncclEpGroupConfig_t c;
   ncclResult_t r = TAKE("ncclEpCreateGroup", NCCL_EP_GROUP_CONFIG, ncclEpGroupConfig_t, 4, config, &c);
-  return r == ncclSuccess ? epGroupCreate(ep_group, comm, &c) : r;
+  return r == ncclSuccess ? epGroupCreate(ep_group, comm, &c, &(ncclEpGroupExtConfig_t){0}) : r;
 }
 
 ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t ep_group) {

@@ -44,6 +44,18 @@ ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeCo
   return r;
 }
 
+ncclResult_t ncclEpCreateGroupExt(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config,
+                                  const ncclEpGroupExtConfig_t *ext_config) {
+  EP_CALL();
+  static const char call[] = "ncclEpCreateGroupExt";
+  ncclEpGroupConfig_t c;
+  ncclEpGroupExtConfig_t ext;
+  ncclResult_t r = epTakeStruct(call, "config", config, NCCL_EP_GROUP_CONFIG_V1_SIZE, 4, &c, (unsigned)sizeof c);
+  if (r == ncclSuccess)
+    r = epTakeOptional(call, "ext_config", ext_config, (unsigned)sizeof ext, 4, &ext, (unsigned)sizeof ext);
+  return r == ncclSuccess ? epGroupCreate(ep_group, comm, &c, &ext) : r;
+}
+
 ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties) {
   EP_CALL();
   ncclEpGroupProperties_t out;

@@ -95,6 +95,7 @@ typedef struct epCase {
   uint64_t windows;         /* bit r: rank r's tokens and weights of dispatch, and its output tokens, are window-backed */
   ncclEpZeroCopyMode_t zeroCopy;
   uint32_t groupTopk;
+  int single; /* combine sums nothing on the way */
   uint32_t maxSms;
   uint64_t timeoutNs;
 } epCase;

@@ -202,8 +202,10 @@ void epGroupConfigOf(const epCase *c, ncclEpGroupConfig_t *config) {
 
 void epGroupMake(epTestRank *me, const epCase *c) {
   ncclEpGroupConfig_t config;
+  ncclEpGroupExtConfig_t ext = NCCL_EP_GROUP_EXT_CONFIG_INIT;
   epGroupConfigOf(c, &config);
-  EXPECT_OK(me, ncclEpCreateGroup(&me->group, me->comm, &config));
+  ext.single_reduction = c->single || getenv("EP_TEST_SINGLE") != NULL;
+  EXPECT_OK(me, ncclEpCreateGroupExt(&me->group, me->comm, &config, &ext));
 }
 
 void epGroupFree(epTestRank *me) {

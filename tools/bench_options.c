@@ -28,6 +28,7 @@ enum {
   OPT_SCALE_LAYOUT,
   OPT_NO_ZERO_PAD,
   OPT_WINDOW_OUT,
+  OPT_SINGLE,
   OPT_TOKENS,
   OPT_HIDDEN,
   OPT_TOPK,
@@ -83,6 +84,8 @@ static const struct argp_option optionTable[] = {
     {"no-zero-pad", OPT_NO_ZERO_PAD, 0, 0, "expert-major: leave padding rows as they are", 0},
     {"window-out", OPT_WINDOW_OUT, 0, 0,
      "dispatch's output tokens lie in a registered window, where peers may store rows in place", 0},
+    {"single-reduction", OPT_SINGLE, 0, 0,
+     "combine sums nothing on the way: every slot travels (see ncclEpCreateGroupExt)", 0},
     {"tokens", OPT_TOKENS, "LIST", 0,
      "tokens a rank: one value, or one per rank separated by commas; LOW-HIGH draws anew for each routing (default: "
      "4096; "
@@ -235,6 +238,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     break;
   case OPT_WINDOW_OUT:
     o->windowOut = 1;
+    break;
+  case OPT_SINGLE:
+    o->single = 1;
     break;
   case OPT_TOKENS:
     o->tokensText = text;
@@ -419,6 +425,7 @@ static int checkFit(const epBenchOptions *o, int ll) {
   if (ll && o->scaleColumns) return epToolFail("--scale-layout column: low latency moves no scales: %s", useHt);
   if (ll && o->backward) return epToolFail("--backward: low latency has the forward pass only: %s", useHt);
   if (ll && o->maxRecv >= 0) return epToolFail("--max-recv: low latency's rows have fixed places: %s", useHt);
+  if (ll && o->single) return epToolFail("--single-reduction: low latency has partial sums always: %s", useHt);
   if (ll && o->noZeroPad) return epToolFail("--no-zero-pad: low latency pads nothing: %s", useHt);
   if (ll && o->align != UINT_MAX) return epToolFail("--align %u: low latency aligns no zones: %s", o->align, useHt);
   return 0;
@@ -439,10 +446,12 @@ static int checkModel(epBenchOptions *o) {
   if (o->modelPath && o->fabric.kind == EP_FABRIC_CUDA)
     return epToolFail("--model %s: nothing runs on GPUs: expected --backend emu", o->modelPath);
   if (o->modelPath && (o->check || o->backward || o->schedules != 1 || o->bugText || o->compare || o->curveCount ||
-                       o->plotPath || o->limits || o->parts || o->graph || o->hostTime || o->windowOut))
-    return epToolFail("--model %s: nothing is run: expected none of --check, --backward, --schedules, --bug, "
-                      "--compare, --sm-curve, --plot, --limits, --profile-parts, --graph, --host-time and --window-out",
-                      o->modelPath);
+                       o->plotPath || o->limits || o->parts || o->graph || o->hostTime || o->windowOut || o->single))
+    return epToolFail(
+        "--model %s: nothing is run: expected none of --check, --backward, --schedules, --bug, "
+        "--compare, --sm-curve, --plot, --limits, --profile-parts, --graph, --host-time, --window-out and "
+        "--single-reduction",
+        o->modelPath);
   if (o->modelPath && (o->algo == 1 || o->layout > EP_REF_EXPERT_MAJOR))
     return epToolFail("--model %s: high throughput only: expected --layout flat or expert-major", o->modelPath);
   if (!o->modelPath && o->fabric.scaleOut * o->fabric.scaleUp > RUN_RANKS)

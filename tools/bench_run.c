@@ -30,6 +30,7 @@ static void configureLayer(epBench *bench) {
                        .scaleColumns = o->scaleColumns,
                        .noZeroPad = o->noZeroPad,
                        .windowOut = o->windowOut,
+                       .single = o->single,
                        .layout = o->layout,
                        .hidden = o->hidden,
                        .experts = o->experts,
@@ -157,6 +158,7 @@ static int collectHeader(epBench *bench, epLayer *layer) {
   sizing.datatype = epLayerType(layer->config.type);
   sizing.combine_datatype = epLayerType(layer->config.combineType);
   sizing.scale_bytes = epLayerScaleBytes(&layer->config);
+  sizing.multiple_reductions = !layer->config.single;
   if (ncclEpGetGroupProperties(layer->group, &properties) != ncclSuccess)
     return epToolFail("rank %d: ncclEpGetGroupProperties: %s", port->rank, ncclEpGetLastErrorString());
   if (ncclEpCalculateBufferSize(port->comm, &sizing, &sizes) != ncclSuccess)

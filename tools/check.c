@@ -307,7 +307,8 @@ static void combineTokens(epLayer *layer, const epCheckCase *what, int backward,
                           unsigned char *work, float *scratch) {
   const epLayerConfig *c = &layer->config;
   uint32_t rank = (uint32_t)layer->port->rank, tokens = what->routing->tokens[rank];
-  epRefCombine how = {.type = c->combineType, .hidden = c->hidden, .scaleUp = what->scaleUp, .multipleReductions = 1};
+  epRefCombine how = {
+      .type = c->combineType, .hidden = c->hidden, .scaleUp = what->scaleUp, .multipleReductions = !c->single};
   comparison cmp = {.rank = layer->port->rank, .tensor = backward ? "combine (backward): tokens" : "combine: tokens"};
   size_t row = epLayerCombineRowBytes(c), element = epRefTypeBytes(c->combineType);
   unsigned char *want = work + c->topk * row;

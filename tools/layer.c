@@ -145,6 +145,7 @@ static int createGroup(epLayer *layer) {
   const epLayerConfig *c = &layer->config;
   size_t row = epLayerRowBytes(c) + (epLayerScaleBytes(c) + 15) / 16 * 16, combineRow = epLayerCombineRowBytes(c);
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
+  ncclEpGroupExtConfig_t ext = NCCL_EP_GROUP_EXT_CONFIG_INIT;
   config.algorithm = epLayerIsLl(c) ? NCCL_EP_ALGO_LOW_LATENCY : NCCL_EP_ALGO_HIGH_THROUGHPUT;
   config.num_experts = c->experts;
   config.max_dispatch_tokens_per_rank = c->maxTokens;
@@ -153,7 +154,8 @@ static int createGroup(epLayer *layer) {
   config.max_num_sms = c->sms;
   config.timeout_ns = c->timeoutMs * 1000000ull;
   config.num_topk = c->topk;
-  return told(layer, ncclEpCreateGroup(&layer->group, layer->port->comm, &config), "ncclEpCreateGroup");
+  ext.single_reduction = c->single;
+  return told(layer, ncclEpCreateGroupExt(&layer->group, layer->port->comm, &config, &ext), "ncclEpCreateGroupExt");
 }
 
 ncclEpLayout_t epLayerLayout(const epLayerConfig *config) {

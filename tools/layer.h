@@ -30,6 +30,7 @@ typedef struct epLayerConfig {
   int backward;      /* also the buffers of the backward pass */
   int graph;         /* epLayerRun replays graphs */
   int windowOut;     /* dispatch's output tokens are window-backed */
+  int single;        /* combine sums nothing on the way (single_reduction) */
   unsigned routings; /* index buffers */
   unsigned sms, timeoutMs;
 } epLayerConfig;

@@ -286,7 +286,7 @@ static void addWeighted(epRefType type, float *sum, const void *row, uint32_t hi
   for (uint32_t h = 0; h < hidden; h++) sum[h] = fmaf(weight, epRefLoad(type, row, h), sum[h]);
 }
 
-/* The token's slots as combine sees them: one a (token, k), but one a rank in the flat layout. */
+/* The token's slots as combine sees them: one a (token, k), but one a rank in the flat layout, at the highest k that the rank has. */
 typedef struct tokenSlots {
   const epRef *ref;
   const epRefCombine *how;
@@ -312,7 +312,7 @@ static int highestOf(const tokenSlots *s, uint32_t k, int (*of)(const tokenSlots
 
 static int repeatsRow(const tokenSlots *s, uint32_t k) {
   if (s->ref->in.layout != EP_REF_FLAT && s->ref->in.layout != EP_REF_RANK_MAJOR) return 0;
-  for (uint32_t j = 0; j < k; j++)
+  for (uint32_t j = k + 1; j < s->ref->in.topk; j++)
     if (ownerOf(s, j) == ownerOf(s, k)) return 1;
   return 0;
 }
