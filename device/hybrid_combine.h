@@ -107,6 +107,21 @@ template <class C> DEV uint32_t ep_own_weight(const C c, const epCombineArgs &a,
   return p::as_u32(p::ldg<float>(a.weights + at));
 }
 
+/* Where the lane's vectors of a token's sum start. */
+template <class C> DEV epSums ep_sums_start(const C c, const epCombineArgs &b, uint32_t t, uint32_t v) {
+  epSums total;
+#pragma unroll
+  for (uint32_t u = 0; u < EP_WIDE; u++) {
+    if (c.bias && v + 512 * u < c.rowBytes)
+      ep_vec_start(c, b.bias, (uint64_t)t * c.rowBytes + v + 512 * u, total.v[u]);
+    else
+      ep_vec_zero(total.v[u]);
+  }
+  return total;
+}
+
+#include "hybrid_slots.h"
+
 /* ---- Push --------------------------------------------------------------------------------------------------------- */
 
 /* Whole warp: chunk `chunk` of the rows of source s to the rank that stands for it. */
@@ -118,6 +133,10 @@ DEV void ep_combine_chunk(const C c, const epHybridCombineArgs &a, const epPlace
   if (chunk * size >= rows)
     return;
   for (uint32_t j = chunk * size; j < rows && j < (chunk + 1) * size; j++) {
+    if (c.single) {
+      ep_slots_push(c, a, w, s, j, gen);
+      continue;
+    }
     const uint32_t *meta = ep_record_meta(c, b.group, b.recordLayout, b.record, s, j);
     uint32_t row = ep_own_slot(c, b, s, j, l < c.topk ? p::ldg<uint32_t>(meta + 1 + l) : EP_NONE);
     epDomainSum sum = {0, 0, ep_own_lanes(c, row), ep_own_address(c, b, row)};
@@ -128,7 +147,7 @@ DEV void ep_combine_chunk(const C c, const epHybridCombineArgs &a, const epPlace
       p::stg<uint32_t>(to + c.rowBytes + 4 * l, ep_own_weight(c, b, row));
   }
   p::sync_warp();
-  if (l < size && chunk * size + l < rows) {
+  if (!c.single && l < size && chunk * size + l < rows) {
     uint32_t head = p::ldg<uint32_t>(ep_record_meta(c, b.group, b.recordLayout, b.record, s, chunk * size + l));
     p::st_release_sys(ep_sum_flag(b.group, a.hybrid, w, u, o, EP_META_PLACE_OF(head), EP_META_TOKEN(head)), gen);
   }
@@ -194,6 +213,13 @@ DEV bool ep_combine_forward(const C c, const epHybridCombineArgs &a, const epPla
     return true;
   if (here && owner == w.rank)
     entry = p::ldg<uint32_t>(ep_record_meta(c, g, b.recordLayout, b.record, o * w.ups + w.up, row) + 1 + l);
+  if (c.single) {
+    epSlots slots;
+    if (!ep_slots_domain(c, a, w, o, t, here, owner, row, entry, gen, &slots))
+      return false;
+    ep_slots_forward(c, a, w, ch, o, t, here, slots);
+    return true;
+  }
   epDomainSum sum;
   if (!ep_combine_domain(c, a, w, o, t, here, owner, row, entry, gen, &sum, &weight))
     return false;
@@ -261,20 +287,20 @@ DEV bool ep_combine_token(const C c, const epHybridCombineArgs &a, const epPlace
                         epTailOf(gen, chunk / h.layout.channels + 1), EP_TAIL_ROLL, EP_PHASE_COMBINE_ROWS, o * w.ups + w.up);
   if (p::ballot(p::FULL, !ok))
     return false;
+  if (c.single) {
+    epSlots slots;
+    if (!ep_slots_domain(c, a, w, w.domain, t, here, owner, row, entry, gen, &slots))
+      return false;
+    ep_slots_sum(c, a, w, t, slots, far, owner, o);
+    return true;
+  }
   epDomainSum sum;
   if (!ep_combine_domain(c, a, w, w.domain, t, here, owner, row, entry, gen, &sum, &weight))
     return false;
   const uint8_t *railed = far ? ep_window(g, w.rank) + ep_rail_row(g, h.layout.rail, w.domain, o, t) : nullptr;
   uint32_t all = p::ballot(p::FULL, last && (far || sum.ranks)), near = p::ballot(p::FULL, last && here);
   ep_make_row(c, b.outTokens + (uint64_t)t * c.rowBytes, [&](uint32_t v) {
-    epSums total;
-#pragma unroll
-    for (uint32_t u = 0; u < EP_WIDE; u++) {
-      if (c.bias && v + 512 * u < c.rowBytes)
-        ep_vec_start(c, b.bias, (uint64_t)t * c.rowBytes + v + 512 * u, total.v[u]);
-      else
-        ep_vec_zero(total.v[u]);
-    }
+    epSums total = ep_sums_start(c, b, t, v);
     for (uint32_t m = all; m; m &= m - 1) {
       uint32_t from = p::ffs(m) - 1;
       ep_sums_add(c, total, near >> from & 1 ? ep_sum_domain(c, sum, v) : ep_lane_part(c, (uint64_t)railed, from, v));

@@ -17,6 +17,7 @@
  *                                          [O][P][B], partial sums of token t of my rail's rank in domain o, by place
  *   rail         u8  [O - 1][B][stride]    rows from my rail's ranks, at their token index
  *   send         u8  [O - 1][B][stride]    rows on their way to the rail: what GIN reads must lie in the window
+ *   Where combines sum nothing on the way, a token has a row for each k there: sumFlags, stage [O][K][B]; rail, send [O - 1][B][K].
  *
  * Signals of a rank, each by sending domain o (they only add, and are never cleared): META and REPLY count updates, CREDIT
  * counts operations whose predecessors' rows have been read, and ROWS, one for each channel, is a tail: EP_TAIL_BITS bits of
@@ -95,7 +96,9 @@ EP_HD uint32_t epPlaces(uint32_t scaleUp, uint32_t topk) { return scaleUp - 1 < 
 EP_HD void epHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, uint32_t contexts, epWindowLayout *w,
                             epHybridLayout *h) {
   uint64_t at = 0, domains = s.ranks / scaleUp, words = (uint64_t)s.experts / s.ranks + 1;
-  uint64_t domainWords = epDomainWords(scaleUp, s.experts, s.ranks), sums = domains * epPlaces(scaleUp, s.topk), rows;
+  uint64_t domainWords = epDomainWords(scaleUp, s.experts, s.ranks), sums, rows;
+  /* Without partial sums a slot keeps the place of its k all the way. */
+  sums = domains * (epShapeSingle(&s) ? s.topk : epPlaces(scaleUp, s.topk));
   w->stageStride = epAlignUp((uint64_t)s.maxRowBytes + epWeightBytes(s.topk), EP_LINE);
   w->chunks = s.maxTokens;
   w->metaWords = 1 + s.topk;
@@ -115,6 +118,7 @@ EP_HD void epHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, uint
   h->railMeta = epTake(&at, 2 * 2 * 4ull * domains * s.maxTokens * s.topk);
   rows = s.maxTokens * w->stageStride;
   w->stage = epTake(&at, (sums > scaleUp - 1 ? sums : scaleUp - 1) * rows);
+  rows = s.stageRows * w->stageStride;
   h->rail = epTake(&at, (domains - 1) * rows);
   h->send = epTake(&at, (domains - 1) * rows);
   w->bytes = at;

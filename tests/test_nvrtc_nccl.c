@@ -97,12 +97,13 @@ static void hybridKernels(void **state) {
   topology.ranks = 16, topology.scaleUpRanks = 8, topology.scaleOutRanks = 2;
   assert_int_equal(epJitOpenAt(&jit, ""), ncclSuccess);
   for (int s = 0; s < epNcclBundleCount; s++)
-    for (int i = EP_KERNEL_UPDATE; i <= EP_KERNEL_COMBINE; i++) {
+    for (int n = EP_KERNEL_UPDATE; n <= EP_KERNEL_COMBINE + (s == 0); n++) {
+      int i = n <= EP_KERNEL_COMBINE ? n : EP_KERNEL_COMBINE; /* the last: without partial sums */
       epConfig c;
       epGrid grid;
       epJitCode code;
       memset(&c, 0, sizeof(c));
-      c.ranks = 16, c.experts = 256, c.topk = 8, c.layout = EP_LAYOUT_KIND_EXPERT_MAJOR;
+      c.ranks = 16, c.experts = 256, c.topk = 8, c.layout = EP_LAYOUT_KIND_EXPERT_MAJOR, c.single = n != i;
       if (i == EP_KERNEL_UPDATE) {
         c.indexBytes = 8;
         assert_int_equal(epPolicyUpdate(&topology, 132, 4096, &c, &grid), ncclSuccess);

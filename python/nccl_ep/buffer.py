@@ -56,8 +56,8 @@ class ElasticBuffer:
       num_bytes: instead of these, a limit for the window in bytes.
       deterministic: always the case, whatever is said here.
       allow_hybrid_mode: no effect within one scale-up domain; several need it.
-      allow_multiple_reduction: False sums without rounding on the way: not supported yet where there is any (expanded
-        dispatches, several domains).
+      allow_multiple_reduction: False sums a token's slots once, without rounding on the way; more bytes travel, and the
+        window has room for every choice of a token.
       prefer_overlap_with_compute: use a third of the SMs instead of all.
       sl_idx, num_allocated_qps: taken, without effect.
       num_gpu_timeout_secs: for waits of kernels and for host waits; num_cpu_timeout_secs: taken, without effect.
@@ -156,22 +156,24 @@ class ElasticBuffer:
 
     # ---- Groups and handles -----------------------------------------------------------------------------------------
 
-    def _group_of(self, num_experts, max_tokens, row_bytes):
+    def _group_of(self, num_experts, max_tokens, row_bytes, topk=0):
         """The C group for such batches, made at its first use: collective."""
         if self.runtime is None:
             raise RuntimeError('the buffer is destroyed')
-        key = (num_experts, max_tokens)
+        # Room for every slot: of no more than there are.
+        topk = self._num_topk or (0 if self.allow_multiple_reduction else topk)
+        key = (num_experts, max_tokens, topk)
         if key not in self._groups:
             row_bytes = max(row_bytes, _row_bytes(self._hidden, self._fp8) if self._hidden else 0)
             if self._limit is not None:
-                size = core.buffer_size(self._port.comm, num_experts, max_tokens, row_bytes, self._num_topk, 'uint8', 0,
-                                        'uint8', self.allow_hybrid_mode, True).window_bytes
+                size = core.buffer_size(self._port.comm, num_experts, max_tokens, row_bytes, topk, 'uint8', 0,
+                                        'uint8', self.allow_hybrid_mode, self.allow_multiple_reduction).window_bytes
                 if size > self._limit:
                     raise ValueError('num_bytes is %d: %d tokens of %d bytes on %d ranks need %d'
                                      % (self._limit, max_tokens, row_bytes, self.num_ranks, size))
             self._port.synchronize()
-            self._groups[key] = core.Group(self._port.comm, num_experts, max_tokens, row_bytes, self._num_topk,
-                                           self._timeout_ns)
+            self._groups[key] = core.Group(self._port.comm, num_experts, max_tokens, row_bytes, topk,
+                                           self._timeout_ns, bool(self.allow_multiple_reduction))
         return self._groups[key]
 
     def _sweep(self):
@@ -247,7 +249,7 @@ class ElasticBuffer:
                counters):
         """A handle with the routing of topk_idx."""
         port, topk = self._port, topk_idx.shape[1]
-        group = self._group_of(num_experts, max_tokens, row_bytes)
+        group = self._group_of(num_experts, max_tokens, row_bytes, topk)
         layout = c_api.LAYOUT_EXPERT_MAJOR if do_expand else c_api.LAYOUT_FLAT
         with op.on_comm_stream():
             memory = port.empty((group.handle_bytes(layout, topk),), 'uint8')
@@ -408,9 +410,6 @@ class ElasticBuffer:
             raise ValueError('bias is a tuple of %d tensors: expected at most two' % len(bias))
         for i, t in enumerate(bias):
             self._check('bias[%d]' % i, t)
-        if not self.allow_multiple_reduction and (handle.do_expand or self._domains > 1):
-            raise _missing('allow_multiple_reduction=False in combine of an expanded dispatch or across domains',
-                           'sums without rounding on the way')
         if topk_weights is not None:
             self._check('topk_weights', topk_weights)
         op = port.operation(previous_event, allocate_on_comm_stream, async_with_compute_stream)

@@ -70,15 +70,17 @@ BufferSizeConfig = struct(
 BufferSize = struct('ncclEpBufferSize_t', ('window_bytes', _z), ('count_bytes', _z), ('metadata_bytes', _z),
                     ('flag_bytes', _z), ('staging_bytes', _z), ('handle_bytes', _z), ('scratch_bytes', _z),
                     ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u))
+GroupExtConfig = struct('ncclEpGroupExtConfig_t', ('single_reduction', _i))
 GroupProperties = struct(
     'ncclEpGroupProperties_t', ('ranks', _i), ('rank', _i), ('scale_up_ranks', _i), ('scale_up_rank', _i),
     ('scale_out_ranks', _i), ('scale_out_rank', _i), ('hybrid', _i), ('num_experts', _i), ('num_local_experts', _i),
     ('num_sms_update', _i), ('num_sms_dispatch', _i), ('num_sms_combine', _i), ('max_in_flight', _i),
     ('window_bytes', _z), ('scratch_bytes', _z), ('timeout_ns', c.c_ulonglong), ('backend', c.c_char * 16),
     ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u))
+_events = (('start_event', _p), ('epilogue_event', _p), ('done_event', _p), ('communication_stream', _i))
 DispatchExtConfig = struct('ncclEpDispatchExtConfig_t', ('scale_layout', _i), ('no_zero_pad', _i),
-                           ('scale_column_stride', _z), ('num_sms', _u))
-CombineExtConfig = struct('ncclEpCombineExtConfig_t', ('num_sms', _u), ('bias', _t * 2))
+                           ('scale_column_stride', _z), ('num_sms', _u), *_events)
+CombineExtConfig = struct('ncclEpCombineExtConfig_t', ('num_sms', _u), ('bias', _t * 2), *_events)
 HostCounts = struct('ncclEpHostCounts_t', ('total', _u), ('total_padded', _u), ('per_source', c.POINTER(_u)),
                     ('per_expert', c.POINTER(_u)), ('per_expert_padded', c.POINTER(_u)))
 HandleMetadata = struct(
@@ -94,14 +96,14 @@ EmuReport = struct('ncclEpEmuReport_t', ('faults', _u), ('switches', c.c_ulonglo
 
 STRUCTS = (Tensor, GroupConfig, LayoutInfo, HandleConfig, DispatchInputs, DispatchOutputs, DispatchConfig,
            CombineInputs, CombineOutputs, CombineConfig, BufferSizeConfig, BufferSize, GroupProperties,
-           DispatchExtConfig, CombineExtConfig, HostCounts, HandleMetadata, ErrorInfo, EmuOptions, EmuReport)
+           GroupExtConfig, DispatchExtConfig, CombineExtConfig, HostCounts, HandleMetadata, ErrorInfo, EmuOptions, EmuReport)
 
 _pp = c.POINTER(c.c_void_p)
 
 # Arguments of the functions used, all of which return an ncclResult_t.
 PROTOTYPES = {
     'ncclEpGetVersion': [c.POINTER(_i)],
-    'ncclEpCreateGroup': [_pp, _p, c.POINTER(GroupConfig)],
+    'ncclEpCreateGroupExt': [_pp, _p, c.POINTER(GroupConfig), c.POINTER(GroupExtConfig)],
     'ncclEpGroupDestroy': [_p],
     'ncclEpGetGroupProperties': [_p, c.POINTER(GroupProperties)],
     'ncclEpCalculateBufferSize': [_p, c.POINTER(BufferSizeConfig), c.POINTER(BufferSize)],

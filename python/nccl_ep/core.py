@@ -39,13 +39,14 @@ def _filled(struct, **arrays):
 class Group:
     """An ncclEpGroup_t in high throughput, eager (outputs are sized by the caller). Making one is collective."""
 
-    def __init__(self, comm, num_experts, max_tokens, max_token_bytes, num_topk, timeout_ns):
+    def __init__(self, comm, num_experts, max_tokens, max_token_bytes, num_topk, timeout_ns, multiple_reductions=True):
         config = c_api.GroupConfig(
             version=c_api.API_VERSION, algorithm=c_api.ALGO_HIGH_THROUGHPUT, num_experts=num_experts,
             max_dispatch_tokens_per_rank=max_tokens, max_token_bytes=max_token_bytes, num_topk=num_topk,
             timeout_ns=timeout_ns)
         pointer = ctypes.c_void_p()
-        call('ncclEpCreateGroup', pointer, comm, config)
+        call('ncclEpCreateGroupExt', pointer, comm, config,
+             c_api.GroupExtConfig(single_reduction=not multiple_reductions))
         self.pointer = pointer
 
     def properties(self):

@@ -71,17 +71,17 @@ def round_bfloat16(values):
     return emu.from_bfloat16(emu.to_bfloat16(values))
 
 
-def combine(batch, y, ranks, experts, domains=1, bias=()):
+def combine(batch, y, ranks, experts, domains=1, bias=(), multiple=True):
     """Sums of one rank's tokens from y [T, K, H], the bfloat16 row that each choice's expert gave: by rank in ascending
     k, rounded, then the ranks of a domain in the order of their highest k, rounded, then the domains in that order,
-    to the sum of the biases."""
+    to the sum of the biases. Without `multiple` reductions all rows in ascending k."""
     locals_, up = experts // ranks, ranks // domains
     out = np.zeros((len(batch.idx), y.shape[2]), np.float32)
     for rows in bias:
         out += rows
     for token, idx in enumerate(batch.idx):
         parts = [(int(idx[k]), k, y[token, k]) for k in np.nonzero(idx >= 0)[0]]
-        for group in ((locals_, locals_ * up) if domains > 1 else (locals_,)):
+        for group in () if not multiple else (locals_, locals_ * up) if domains > 1 else (locals_,):
             sums = {}
             for expert, k, row in parts:
                 total = sums.get(expert // group, (0, 0, np.zeros(y.shape[2], np.float32)))[2]

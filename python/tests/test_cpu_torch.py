@@ -106,7 +106,7 @@ class DeepEp(unittest.TestCase):
         def body(rank):
             buffer = deep_ep.ElasticBuffer(
                 rank, num_max_tokens_per_rank=args.num_tokens, hidden=args.hidden, deterministic=args.deterministic,
-                allow_multiple_reduction=bool(args.allow_multiple_reduction), prefer_overlap_with_compute=False,
+                allow_multiple_reduction=args.allow_multiple_reduction, prefer_overlap_with_compute=False,
                 explicitly_destroy=True)
             test.test_dispatch_combine(buffer, args)
             buffer.destroy()
@@ -123,6 +123,12 @@ class DeepEp(unittest.TestCase):
 
     def test_two_domains(self):
         self.check(ranks=4, domains=2, num_experts=16, num_topk=6, masked_ratio=0.2, test_first_only=True)
+
+    def test_single_reduction(self):
+        self.check(allow_multiple_reduction=0, masked_ratio=0.2)
+
+    def test_single_reduction_two_domains(self):
+        self.check(ranks=4, domains=2, num_experts=16, num_topk=6, allow_multiple_reduction=0, test_first_only=True)
 
     def test_deterministic(self):
         self.check(deterministic=True, unbalanced_ratio=2.0, num_sms=6, test_first_only=True)

@@ -27,10 +27,10 @@ def experts_of(flat, batches_, rank):
     return reference.round_bfloat16(x[:, None, :] * flat.weights[:, :, None])
 
 
-def expected_combine(batches_, rank, domains=1, bias=()):
+def expected_combine(batches_, rank, domains=1, bias=(), multiple=True):
     b = batches_[rank]
     y = reference.round_bfloat16(b.x[:, None, :] * b.weights[:, :, None])
-    return reference.combine(b, y, len(batches_), EXPERTS, domains, bias)
+    return reference.combine(b, y, len(batches_), EXPERTS, domains, bias, multiple)
 
 
 def reduced(flat, y):
@@ -121,7 +121,7 @@ class Flat(Case):
 
 
 class Expanded(Case):
-    def check(self, seed, ranks, alignment, cpu_sync=True, domains=1, **how):
+    def check(self, seed, ranks, alignment, cpu_sync=True, domains=1, multiple=True, **how):
         data = batches(seed, ranks, **how)
 
         def body(rank):
@@ -129,7 +129,7 @@ class Expanded(Case):
             flat = reference.Flat(data, me, EXPERTS)
             want = reference.Expanded(flat, alignment)
             m = len(want.row)
-            buffer = buffer_of(rank)
+            buffer = buffer_of(rank, allow_multiple_reduction=multiple)
             weights = rank.tensor(b.weights)
             recv, none, recv_weights, handle, _ = buffer.dispatch(
                 rank.tensor(b.x, 'bfloat16'), rank.tensor(b.idx), weights, num_experts=EXPERTS,
@@ -157,12 +157,13 @@ class Expanded(Case):
             y = np.zeros(recv.shape, np.float32)
             y[:m] = reference.round_bfloat16(x * w[:, None])
             combined, weights_back, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, topk_weights=recv_weights)
-            self.equal(combined.float(), expected_combine(data, me, domains), 'combine')
+            self.equal(combined.float(), expected_combine(data, me, domains, multiple=multiple), 'combine')
             self.equal(weights_back.numpy(), b.weights, 'weights back')
             bias = rank.tensor(reference.round_bfloat16(b.x * 3), 'bfloat16')
             biased, weights_back, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, topk_weights=recv_weights,
                                                      bias=(bias, bias), num_sms=2)
-            self.equal(biased.float(), expected_combine(data, me, domains, [bias.float()] * 2), 'two biases')
+            self.equal(biased.float(), expected_combine(data, me, domains, [bias.float()] * 2, multiple),
+                       'two biases')
             self.equal(weights_back.numpy(), b.weights, 'weights back')
             buffer.destroy()
         emu.run(body, ranks // domains, domains, seed=seed)
@@ -181,6 +182,12 @@ class Expanded(Case):
 
     def test_two_domains(self):
         self.check(15, 4, 4, domains=2, minus_one=0.1)
+
+    def test_single_reduction(self):
+        self.check(16, 2, 4, multiple=False, minus_one=0.1)
+
+    def test_single_reduction_two_domains(self):
+        self.check(17, 4, 1, domains=2, multiple=False)
 
 
 class Types(Case):
@@ -403,11 +410,10 @@ class Refusals(Case):
         b = batches(52, 1)[0]
 
         def body(rank):
-            buffer = buffer_of(rank, allow_multiple_reduction=False)
+            buffer = buffer_of(rank)
             x, idx, weights = rank.tensor(b.x, 'bfloat16'), rank.tensor(b.idx), rank.tensor(b.weights)
-            recv, _, _, handle, _ = buffer.dispatch(x, idx, weights, num_experts=EXPERTS, num_sms=4, do_expand=True)
-            calls = {'allow_multiple_reduction': lambda: buffer.combine(recv, handle),
-                     'before_epilogue': lambda: buffer.dispatch(x, handle=handle, do_expand=True,
+            _, _, _, handle, _ = buffer.dispatch(x, idx, weights, num_experts=EXPERTS, num_sms=4, do_expand=True)
+            calls = {'before_epilogue': lambda: buffer.dispatch(x, handle=handle, do_expand=True,
                                                                 previous_event_before_epilogue=buffer.capture()),
                      'Engram': lambda: buffer.engram_fetch(idx)}
             for text, call in calls.items():

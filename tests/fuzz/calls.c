@@ -35,6 +35,7 @@ static void createGroup(fuzzRank *me, unsigned slot) {
   fuzzGroup *g = &me->groups[slot];
   static const unsigned rows[] = {16, 32, 48, 64, 128, 256, 512, 4096};
   ncclEpGroupConfig_t c = NCCL_EP_GROUP_CONFIG_INIT;
+  ncclEpGroupExtConfig_t ext = NCCL_EP_GROUP_EXT_CONFIG_INIT;
   ncclEpGroup_t group = NULL;
   const unsigned shape = fuzzByte(in), how = fuzzByte(in);
   fuzzGroupEnd(me, slot);
@@ -67,9 +68,13 @@ static void createGroup(fuzzRank *me, unsigned slot) {
     if (fuzzWrong(in)) c.alloc.free_fn = noFree;
   }
   const ncclEpGroupConfig_t *given = fuzzStruct(me, &c, sizeof c);
+  const int single = how >= 128;
+  ext.single_reduction = single;
+  if (in->wild) ext.single_reduction = (int)fuzzValue(in, (unsigned)single);
   ncclEpGroup_t *out = fuzzWrong(in) ? NULL : &group;
   ncclComm_t comm = fuzzWrong(in) ? NULL : me->comm;
-  const ncclResult_t r = fuzzResult(me, "ncclEpCreateGroup", ncclEpCreateGroup(out, comm, given));
+  const ncclResult_t r = single ? fuzzResult(me, "ncclEpCreateGroup", ncclEpCreateGroupExt(out, comm, given, &ext))
+                                : fuzzResult(me, "ncclEpCreateGroup", ncclEpCreateGroup(out, comm, given));
   if (!group != (r != ncclSuccess)) fuzzFail(me, "result %d, and the group is %p", (int)r, (void *)group);
   if (r != ncclSuccess) return;
   ncclEpGroupProperties_t p = NCCL_EP_GROUP_PROPERTIES_INIT;
