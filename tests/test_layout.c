@@ -39,7 +39,8 @@ static wideCount roundUp(wideCount v, wideCount a) { return (v + a - 1) / a * a;
 static void checkWindow(epShape s) {
   epWindowLayout w = epWindowLayoutOf(s);
   wideCount R = s.ranks, words = s.experts / s.ranks + 1, K = s.topk, rows = s.stageRows;
-  wideCount stride = roundUp(s.maxRowBytes + roundUp(4 * K, 16), 128), chunks = rows * (s.maxRowBytes >= 8192 ? 4 : 1);
+  wideCount stride = roundUp(s.maxRowBytes + roundUp(4 * K, 16), 128);
+  wideCount chunks = (wideCount)s.maxTokens * (s.maxRowBytes >= 8192 ? 4 : 1);
   assert_true(w.stageStride == stride);
   assert_true(w.chunks == chunks);
   assert_true(w.metaWords == 1 + K);
@@ -101,7 +102,7 @@ static void sectionsAreDisjoint(void **state) {
       EACH(h, rowBytes) {
         epShape s = {ranks, ranks * locals, topk, tokens, tokens, rowBytes[h]};
         checkWindow(s);
-        s.stageRows = tokens * (topk < locals ? topk : locals);
+        s.stageRows = tokens * topk;
         checkWindow(s);
       }
       checkRecord(ranks, ranks * locals, topk, tokens);
