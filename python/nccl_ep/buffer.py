@@ -1,5 +1,6 @@
 """ElasticBuffer: dispatch and combine with the interface of DeepEP V2, over the C interface. Options that the library
 does not have yet raise NotImplementedError, which says what is missing."""
+import operator
 import weakref
 
 from . import c_api, core
@@ -30,6 +31,17 @@ def _comm(group):
 
 def _missing(what, needs):
     return NotImplementedError('%s is not supported yet: the C interface lacks %s' % (what, needs))
+
+
+def _whole(least=0, **numbers):
+    """Refuses what is no whole number, or less than the least: the C interface's are unsigned."""
+    for name, value in numbers.items():
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError('%s is %r: expected a whole number' % (name, value)) from None
+        if value < least:
+            raise ValueError('%s is %d: expected at least %d' % (name, value, least))
 
 
 def _row_bytes(hidden, use_fp8):
@@ -68,6 +80,13 @@ class ElasticBuffer:
                  use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True,
                  prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300,
                  num_gpu_timeout_secs=100, explicitly_destroy=False, *, num_experts=0):
+        _whole(num_cpu_bytes=num_cpu_bytes, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden,
+               num_topk=num_topk, num_allocated_qps=num_allocated_qps, num_experts=num_experts)
+        if num_bytes is not None:
+            _whole(1, num_bytes=num_bytes)
+        for name, value in ('num_gpu_timeout_secs', num_gpu_timeout_secs), ('num_cpu_timeout_secs', num_cpu_timeout_secs):
+            if not value > 0:
+                raise ValueError('%s is %s: expected more than 0' % (name, value))
         if num_cpu_bytes:
             raise _missing('num_cpu_bytes %d' % num_cpu_bytes, 'buffers in host memory')
         if num_bytes is None and not (num_max_tokens_per_rank and hidden):
@@ -113,6 +132,8 @@ class ElasticBuffer:
     def get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False,
                              allow_hybrid_mode=True, allow_multiple_reduction=True):
         """Bytes of the window for such batches and any number of experts, a multiple of 2 MB."""
+        _whole(1, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden)
+        _whole(num_topk=num_topk)
         return buffer_size_of(_comm(group), group.size(), num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch,
                               allow_hybrid_mode, allow_multiple_reduction)
 
@@ -216,13 +237,18 @@ class ElasticBuffer:
 
     # ---- Arguments --------------------------------------------------------------------------------------------------
 
-    def _check(self, name, t):
+    def _check(self, name, t, *extents):
+        """A dense tensor of this rank with as many dimensions as `extents` names."""
         if not self._port.owns(t):
             raise TypeError('%s is %s: expected a tensor of this rank\'s device' % (name, type(t).__name__))
+        if len(t.shape) != len(extents):
+            raise ValueError('%s has %d dimensions: expected %d, [%s]'
+                             % (name, len(t.shape), len(extents), ', '.join(extents)))
         if not self._port.dense(t):
             raise ValueError('%s is not contiguous' % name)
 
-    def _common(self, num_qps, previous_event, before_epilogue, on_comm_stream):
+    def _common(self, num_sms, num_qps, previous_event, before_epilogue, on_comm_stream):
+        _whole(num_sms=num_sms, num_qps=num_qps)
         if num_qps > self.num_allocated_qps:
             raise ValueError('num_qps is %d: expected at most num_allocated_qps, %d' % (num_qps, self.num_allocated_qps))
         if before_epilogue is not None:
@@ -231,6 +257,12 @@ class ElasticBuffer:
         if previous_event is not None and not on_comm_stream:
             raise ValueError('previous_event is given without allocate_on_comm_stream: memory of the current stream may '
                              'still be in use then')
+
+    def _own(self, handle):
+        if not isinstance(handle, EPHandle):
+            raise TypeError('handle is %s: expected one that dispatch returned' % type(handle).__name__)
+        if handle._port is not self._port:
+            raise ValueError('handle is of another buffer: expected one that a dispatch of this buffer returned')
 
     def _cached(self, handle, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync, do_expand):
         """Refuses what contradicts a cached handle."""
@@ -291,26 +323,35 @@ class ElasticBuffer:
         Returns (recv_x or (recv_x, recv_scales), recv_topk_idx (None when expanding), recv_topk_weights (None without
         weights), handle, EventOverlap)."""
         port = self._port
+        if isinstance(x, tuple) and len(x) != 2:
+            raise ValueError('x is a tuple of %d: expected (tokens, scales)' % len(x))
         x, scales = x if isinstance(x, tuple) else (x, None)
-        self._common(num_qps, previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
-        self._check('x', x)
+        self._common(num_sms, num_qps, previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+        self._check('x', x, 'tokens', 'hidden')
+        for name, value, least in (('num_experts', num_experts, 0), ('num_max_tokens_per_rank', num_max_tokens_per_rank, 0),
+                                   ('expert_alignment', expert_alignment, 1)):
+            if value is not None:
+                _whole(least, **{name: value})
         if (handle is None) == (topk_idx is None):
             raise ValueError('expected either topk_idx or a cached handle')
         if do_zero_padding and not do_expand:
             raise ValueError('do_zero_padding is set: expected do_expand, there is no padding else')
         if scales is not None and not port.owns(scales):
             raise TypeError('scales are %s: expected a tensor of this rank\'s device' % type(scales).__name__)
+        if scales is not None and len(scales.shape) != 2:
+            raise ValueError('scales have %d dimensions: expected 2, [tokens, scales of a token]' % len(scales.shape))
         if scales is not None and use_tma_aligned_col_major_sf and c_api.TYPES[port.dtype(scales)][1] != 4:
             raise ValueError('scales are %s: expected elements of 4 bytes for use_tma_aligned_col_major_sf'
                              % port.dtype(scales))
         if topk_weights is not None:
-            self._check('topk_weights', topk_weights)
+            self._check('topk_weights', topk_weights, 'tokens', 'top-k')
         if handle is not None:
+            self._own(handle)
             self._cached(handle, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync, do_expand)
             if self.runtime is None:
                 raise RuntimeError('the buffer is destroyed')
         else:
-            self._check('topk_idx', topk_idx)
+            self._check('topk_idx', topk_idx, 'tokens', 'top-k')
             if not num_experts:
                 raise ValueError('num_experts is %s: expected the number of all experts' % num_experts)
             do_cpu_sync = True if do_cpu_sync is None else do_cpu_sync
@@ -319,7 +360,11 @@ class ElasticBuffer:
             num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])
         stats, counters = cumulative_local_expert_recv_stats, None
         if stats is not None:
-            self._check('cumulative_local_expert_recv_stats', stats)
+            self._check('cumulative_local_expert_recv_stats', stats, 'local experts')
+            locals_ = (handle.num_experts if handle is not None else num_experts) // self.num_ranks
+            if stats.shape[0] != locals_:
+                raise ValueError('cumulative_local_expert_recv_stats has %d elements: expected %d, the local experts'
+                                 % (stats.shape[0], locals_))
             if handle is None and do_expand and not do_cpu_sync:
                 raise _missing('cumulative_local_expert_recv_stats with do_expand and without do_cpu_sync',
                                'unpadded counts on the device (expert_counters are padded in expert-major)')
@@ -377,8 +422,11 @@ class ElasticBuffer:
             if scales is not None:
                 make = port.columns if columns else lambda r, w, d: port.empty((r, w), d)
                 recv_scales = make(rows, scales.shape[1], port.dtype(scales))
-        if scales is not None:
-            with op.on_comm_stream():
+        with op.on_comm_stream():
+            if flat and not handle._exact:  # rows that nobody fills select nothing
+                port.fill(recv_idx, -1)
+                port.fill(recv_weights, 0)
+            if scales is not None:
                 scales = port.make_dense(scales)
         handle._routing.handle.dispatch(
             dict(tokens=port.describe(x), topk_weights=port.describe(sent_weights), scales=port.describe(scales)),
@@ -399,8 +447,9 @@ class ElasticBuffer:
 
         Returns (combined_x [T, H], combined_topk_weights or None, EventOverlap)."""
         port = self._port
-        self._common(num_qps, previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
-        self._check('x', x)
+        self._common(num_sms, num_qps, previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+        self._check('x', x, 'rows', 'hidden')
+        self._own(handle)
         if self.runtime is None:
             raise RuntimeError('the buffer is destroyed')
         if x.shape[0] != handle._rows:
@@ -409,9 +458,9 @@ class ElasticBuffer:
         if len(bias) > 2:
             raise ValueError('bias is a tuple of %d tensors: expected at most two' % len(bias))
         for i, t in enumerate(bias):
-            self._check('bias[%d]' % i, t)
+            self._check('bias[%d]' % i, t, 'tokens', 'hidden')
         if topk_weights is not None:
-            self._check('topk_weights', topk_weights)
+            self._check('topk_weights', topk_weights, *(('rows',) if handle.do_expand else ('rows', 'top-k')))
         op = port.operation(previous_event, allocate_on_comm_stream, async_with_compute_stream)
         shape = tuple(handle.topk_idx.shape)
         combined_weights = None

@@ -288,6 +288,10 @@ class Port:
         return Tensor(self.group, (rows, width), dtype, strides=(1, stride), elements=stride * width)
 
     @staticmethod
+    def fill(t, value):
+        t.set(np.full(t.shape, value, STORAGE[t.dtype]))
+
+    @staticmethod
     def copy(to, t):
         to.set(t.numpy())
 

@@ -48,6 +48,7 @@ class EPHandle:
         self._scaleup = num_scaleup_ranks
         self._captured = captured  # a graph updates it at each replay: nothing that was read stays true
         self._counts = None
+        self._exact = False  # the numbers of rows are no bounds
         self._zero_weights = None
         self._read = {}
 
@@ -67,6 +68,7 @@ class EPHandle:
         self.num_recv_tokens = sum(counts.per_source)
         self.num_recv_tokens_per_expert_list = [align(n, self.expert_alignment) for n in counts.per_expert]
         self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list)
+        self._exact = True
 
     def _integers(self, name, values):
         if name not in self._read or self._captured:

@@ -135,6 +135,10 @@ class Port:
         return torch.empty_strided((rows, width), (1, (rows + 3) // 4 * 4), dtype=_NAMES[dtype], device=self.device)
 
     @staticmethod
+    def fill(t, value):
+        t.fill_(value)
+
+    @staticmethod
     def copy(to, t):
         to.copy_(t)
 

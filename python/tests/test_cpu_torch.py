@@ -87,6 +87,22 @@ class Example(unittest.TestCase):
         for errors in cpu_torch.run(body):
             self.assertLess(max(errors), 0.01)
 
+    def test_decode(self):
+        """Its step without a graph, which the emulated fabric has not."""
+        example = load(os.path.join(PACKAGE, '..', 'examples', 'decode_graph.py'))
+        example.TOKENS, example.HIDDEN, example.INNER, example.EXPERTS, example.TOPK = 8, 64, 32, 8, 3
+        one_at_a_time = threading.Lock()
+
+        def body(rank):
+            buffer = ElasticBuffer(rank, num_max_tokens_per_rank=8, hidden=64, explicitly_destroy=True)
+            with one_at_a_time:
+                decoder = example.Decoder(buffer, rank.rank(), 2)
+            errors = [decoder.difference(decoder.step) for _ in range(3)]
+            buffer.destroy()
+            return errors
+        for errors in cpu_torch.run(body):
+            self.assertLess(max(errors), 0.01)
+
 
 @unittest.skipUnless(os.environ.get('DEEPEP_SOURCE'), 'DEEPEP_SOURCE is not set')
 class DeepEp(unittest.TestCase):

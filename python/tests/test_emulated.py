@@ -65,6 +65,7 @@ class Flat(Case):
             self.equal(recv.float()[:n], flat.gather(data, 'x'), 'tokens')
             self.equal(recv_idx.numpy()[:n], flat.idx, 'indices')
             self.equal(recv_weights.numpy()[:n], flat.weights, 'weights')
+            self.assertTrue((recv_idx.numpy()[n:] == -1).all() and (recv_weights.numpy()[n:] == 0).all())
             padded = [reference.align(c, 4) for c in flat.per_expert]
             self.assertEqual(handle.num_recv_tokens_per_expert_list, padded if cpu_sync else [])
             self.equal(handle.psum_num_recv_tokens_per_expert.numpy(), np.cumsum(padded), 'sums by expert')
@@ -354,6 +355,36 @@ class Refusals(Case):
             refused(TypeError, 'x is ndarray: expected', dispatch, b.x, idx, weights, num_experts=EXPERTS)
             refused(ValueError, 'either topk_idx or a cached handle', dispatch, x)
             refused(ValueError, 'num_experts is None', dispatch, x, idx, weights)
+            line = rank.empty((HIDDEN,), 'bfloat16')
+            refused(ValueError, r'x has 1 dimensions: expected 2, \[tokens, hidden\]', dispatch, line, idx, weights,
+                    num_experts=EXPERTS)
+            refused(ValueError, r'topk_idx has 1 dimensions: expected 2, \[tokens, top-k\]', dispatch, x,
+                    rank.empty((len(b.x),), 'int64'), weights, num_experts=EXPERTS)
+            refused(ValueError, 'topk_weights has 1 dimensions', dispatch, x, idx, rank.empty((len(b.x),), 'float32'),
+                    num_experts=EXPERTS)
+            refused(ValueError, 'scales have 1 dimensions', dispatch, (x, rank.empty((len(b.x),), 'float32')), idx, weights,
+                    num_experts=EXPERTS)
+            refused(ValueError, 'x is a tuple of 3', dispatch, (x, x, x), idx, weights, num_experts=EXPERTS)
+            refused(ValueError, 'num_experts is -8: expected at least 0', dispatch, x, idx, weights, num_experts=-8)
+            refused(ValueError, 'num_max_tokens_per_rank is -1: expected', dispatch, x, idx, weights, num_experts=EXPERTS,
+                    num_max_tokens_per_rank=-1)
+            refused(ValueError, 'expert_alignment is 0: expected at least 1', dispatch, x, idx, weights,
+                    num_experts=EXPERTS, expert_alignment=0)
+            refused(ValueError, 'num_sms is -1: expected at least 0', dispatch, x, idx, weights, num_experts=EXPERTS, num_sms=-1)
+            refused(TypeError, 'num_sms is 1.5: expected a whole number', combine, recv, handle, num_sms=1.5)
+            refused(ValueError, 'num_qps is -2', combine, recv, handle, num_qps=-2)
+            refused(ValueError, 'x has 1 dimensions', combine, line, handle)
+            refused(ValueError, r'bias\[0\] has 1 dimensions', combine, recv, handle, bias=line)
+            refused(TypeError, 'handle is int: expected', combine, recv, 3)
+            refused(ValueError, 'recv_stats has 1 elements: expected 8', dispatch, x, handle=handle,
+                    cumulative_local_expert_recv_stats=rank.empty((1,), 'int32'))
+            for name in ('num_max_tokens_per_rank', 'hidden', 'num_topk', 'num_bytes', 'num_experts', 'num_cpu_bytes',
+                         'num_allocated_qps', 'num_gpu_timeout_secs'):
+                refused(ValueError, name + ' is -1: expected', buffer_of, rank, **{name: -1})
+            refused(ValueError, 'hidden is -64: expected', ElasticBuffer.get_buffer_size_hint, rank, 8, -64)
+            other = buffer_of(rank)
+            refused(ValueError, 'handle is of another buffer', other.combine, recv, handle)
+            other.destroy()
             refused(EpError, 'num_experts is 4096: expected', dispatch, x, idx, weights, num_experts=4096)
             refused(EpError, 'inputs.tokens.sizes', dispatch, rank.empty((3, HIDDEN), 'bfloat16'), handle=handle)
             refused(EpError, 'topk_idx is float32', dispatch, x, weights, weights, num_experts=EXPERTS)
