@@ -325,11 +325,14 @@ template <class C> DEV uint32_t ep_ll_buffer(const C c, int kernelId) {
   return p::smem_base() + epLlSmem(kernelId, &plain) - (c.threads / 32 - p::warp()) * epLlWarpSmem(kernelId);
 }
 
-/* Bytes of a row from strip `s` on; no more than a strip's are of interest, so rows of whole pieces need no predicates. */
+/* Bytes of a row as it travels. */
+template <class C> DEV uint32_t ep_ll_travels(const C c) { return epLlTravels(c.rowBytes, c.scaleBytes); }
+/* Those from strip `s` on; no more than a strip's are of interest, so rows of whole pieces need no predicates. */
 template <class C> DEV uint32_t ep_ll_bytes(const C c, uint32_t s) {
-  if (c.rowBytes % (EP_LL_PIECE_STRIPS * EP_STRIP_DATA) == 0)
+  uint32_t all = ep_ll_travels(c);
+  if (all % (EP_LL_PIECE_STRIPS * EP_STRIP_DATA) == 0)
     return EP_STRIP_DATA;
-  return s * EP_STRIP_DATA < c.rowBytes ? c.rowBytes - s * EP_STRIP_DATA : 0;
+  return s * EP_STRIP_DATA < all ? all - s * EP_STRIP_DATA : 0;
 }
 
 DEV void ep_ll_counter(void *counter, uint32_t wide, uint32_t i, uint32_t value) {

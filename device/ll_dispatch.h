@@ -233,6 +233,59 @@ template <class C> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a) {
   ep_ll_end(a.group, op, a.blocks);
 }
 
+/* ---- Rows and their scales: strip `strip` of row `row`, of which `bytes` are from there on ----------------------------- */
+
+/* Of those, the token's own. */
+template <class C> DEV uint32_t ep_ll_token_bytes(const C c, uint32_t strip, uint32_t bytes) {
+  uint32_t at = strip * EP_STRIP_DATA, left = at < c.rowBytes ? c.rowBytes - at : 0;
+  return c.scaleBytes == 0 || bytes < left ? bytes : left;
+}
+/* Where in the row of scales the lane's vector i begins; past its end where the vector is the token's. */
+template <class C> DEV uint32_t ep_ll_scale_at(const C c, uint32_t strip, uint32_t i) {
+  uint32_t at = strip * EP_STRIP_DATA + EP_STRIP_STEP * i + 16 * p::lane();
+  return p::lane() < EP_STRIP_LANES && at >= c.rowBytes ? at - c.rowBytes : c.scaleBytes;
+}
+
+/* Scales are words, at addresses that are no better. */
+template <class C>
+DEV void ep_ll_load_row(const C c, const epLlDispatchArgs &a, uint64_t row, uint32_t strip, uint32_t bytes, uint4 *v) {
+  ep_ll_load(a.tokens + row * c.rowBytes + strip * EP_STRIP_DATA, ep_ll_token_bytes(c, strip, bytes), v);
+  if (c.scaleBytes == 0 || bytes == 0 || (strip + 1) * EP_STRIP_DATA <= c.rowBytes)
+    return;
+  const uint8_t *from = a.scales + row * c.scaleBytes;
+#pragma unroll
+  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
+    uint32_t at = ep_ll_scale_at(c, strip, i);
+    if (at < c.scaleBytes)
+      v[i].x = p::ldg<uint32_t>(from + at);
+    if (at + 4 < c.scaleBytes)
+      v[i].y = p::ldg<uint32_t>(from + at + 4);
+    if (at + 8 < c.scaleBytes)
+      v[i].z = p::ldg<uint32_t>(from + at + 8);
+    if (at + 12 < c.scaleBytes)
+      v[i].w = p::ldg<uint32_t>(from + at + 12);
+  }
+}
+template <class C>
+DEV void ep_ll_store_row(const C c, const epLlDispatchArgs &a, uint64_t row, uint32_t strip, uint32_t bytes, const uint4 *v) {
+  ep_ll_store(a.outTokens + row * c.rowBytes + strip * EP_STRIP_DATA, ep_ll_token_bytes(c, strip, bytes), v);
+  if (c.scaleBytes == 0 || bytes == 0 || (strip + 1) * EP_STRIP_DATA <= c.rowBytes)
+    return;
+  uint8_t *to = a.outScales + row * c.scaleBytes;
+#pragma unroll
+  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
+    uint32_t at = ep_ll_scale_at(c, strip, i);
+    if (at < c.scaleBytes)
+      p::stg<uint32_t>(to + at, v[i].x);
+    if (at + 4 < c.scaleBytes)
+      p::stg<uint32_t>(to + at + 4, v[i].y);
+    if (at + 8 < c.scaleBytes)
+      p::stg<uint32_t>(to + at + 8, v[i].z);
+    if (at + 12 < c.scaleBytes)
+      p::stg<uint32_t>(to + at + 12, v[i].w);
+  }
+}
+
 /* ---- Push ---------------------------------------------------------------------------------------------------------- */
 
 /* Row and owner of an entry's token. */
@@ -245,7 +298,7 @@ struct epLlOwn {
 };
 
 template <class C> DEV void ep_ll_load_own(const C c, const epLlDispatchArgs &a, uint32_t t, uint32_t strip, epLlOwn &x) {
-  ep_ll_load(a.tokens + (uint64_t)t * c.rowBytes + strip * EP_STRIP_DATA, ep_ll_bytes(c, strip), x.v);
+  ep_ll_load_row(c, a, t, strip, ep_ll_bytes(c, strip), x.v);
   x.weight = 0;
   if (c.weights && strip == 0 && p::lane() < c.topk)
     x.weight = p::as_u32(p::ldg<float>(a.weights + (uint64_t)t * c.topk + p::lane()));
@@ -274,10 +327,10 @@ template <class C> DEV void ep_ll_write_head(const C c, const epLlDispatchArgs &
   p::stg<float>(a.outWeights + row * c.topk + l, p::as_float(r.weight));
 }
 
-/* Rank-major: where row j of source s is, once it is here. */
-template <class C> DEV uint8_t *ep_ll_place(const C c, const epLlDispatchArgs &a, uint32_t s, uint32_t j) {
+/* Rank-major: the output's row that row j of source s is, once it is here. */
+template <class C> DEV uint64_t ep_ll_place(const C c, const epLlDispatchArgs &a, uint32_t s, uint32_t j) {
   j += c.bug == EP_BUG_SLOT_OFF_BY_ONE && j + 1 < a.group.maxTokens;
-  return a.outTokens + ((uint64_t)s * a.group.maxTokens + j) * c.rowBytes;
+  return (uint64_t)s * a.group.maxTokens + j;
 }
 
 /* Head of own token t for rank `dst`: its units, one a lane. `entry`: of the lane's k, EP_NONE where it goes elsewhere. */
@@ -327,7 +380,7 @@ DEV void ep_ll_send_strip(const C c, const epLlDispatchArgs &a, const epLlOp &op
     p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.sendRow) + t, EP_ENTRY_POS(here));
   if (!rankMajor)
     return;
-  ep_ll_store(ep_ll_place(c, a, me, EP_ENTRY_POS(here)) + strip * EP_STRIP_DATA, bytes, x.v);
+  ep_ll_store_row(c, a, ep_ll_place(c, a, me, EP_ENTRY_POS(here)), strip, bytes, x.v);
   epLlArrival r = {me, EP_ENTRY_POS(here), t, own == here ? entry : EP_NONE, x.weight, EP_NONE};
   if (strip == 0)
     ep_ll_write_head(c, a, r);
@@ -350,7 +403,7 @@ template <class C> DEV void ep_ll_find(const C c, const epLlRoute &r, uint32_t e
 
 template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a) {
   uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
-  uint32_t warps = c.threads / 32, strips = epLlStrips(c.rowBytes), counted = 0;
+  uint32_t warps = c.threads / 32, strips = epLlStrips(ep_ll_travels(c)), counted = 0;
   uint32_t each = a.tokensABlock, first = (p::bid() - 1) * each;
   bool major = c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
   epLlAhead ahead;
@@ -433,15 +486,17 @@ template <class C> DEV uint32_t ep_ll_piece_bytes(const C c, uint32_t piece, uin
 struct epLlPiece {
   uint4 v[EP_LL_PIECE_STRIPS][EP_STRIP_VECTORS];
 };
-template <class C> DEV void ep_ll_load_piece(const C c, const uint8_t *row, uint32_t piece, epLlPiece &x) {
+template <class C>
+DEV void ep_ll_load_piece(const C c, const epLlDispatchArgs &a, uint64_t row, uint32_t piece, epLlPiece &x) {
 #pragma unroll
   for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++)
-    ep_ll_load(row + (ep_ll_first_strip(c, piece) + s) * EP_STRIP_DATA, ep_ll_piece_bytes(c, piece, s), x.v[s]);
+    ep_ll_load_row(c, a, row, ep_ll_first_strip(c, piece) + s, ep_ll_piece_bytes(c, piece, s), x.v[s]);
 }
-template <class C> DEV void ep_ll_store_piece(const C c, uint8_t *row, uint32_t piece, const epLlPiece &x) {
+template <class C>
+DEV void ep_ll_store_piece(const C c, const epLlDispatchArgs &a, uint64_t row, uint32_t piece, const epLlPiece &x) {
 #pragma unroll
   for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++)
-    ep_ll_store(row + (ep_ll_first_strip(c, piece) + s) * EP_STRIP_DATA, ep_ll_piece_bytes(c, piece, s), x.v[s]);
+    ep_ll_store_row(c, a, row, ep_ll_first_strip(c, piece) + s, ep_ll_piece_bytes(c, piece, s), x.v[s]);
 }
 
 struct epLlItem {
@@ -455,7 +510,7 @@ struct epLlItem {
 /* Item i: row j of every source in turn, in rank-major of every other rank, pieces of a row side by side. `rows`: bound of a source's
  * rows. False: past the end. */
 template <class C> DEV bool ep_ll_item(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint64_t i, uint32_t rows, epLlItem &x) {
-  uint32_t me = a.group.rank, B = a.group.maxTokens, pieces = epLlPieces(c.rowBytes, c.layout);
+  uint32_t me = a.group.rank, B = a.group.maxTokens, pieces = epLlPieces(ep_ll_travels(c), c.layout);
   uint32_t first = c.layout == EP_LAYOUT_KIND_RANK_MAJOR, sources = c.ranks - first, q = (uint32_t)(i / pieces);
   if (i >= (uint64_t)rows * sources * pieces)
     return false;
@@ -503,7 +558,7 @@ template <class C> DEV int ep_ll_take(const C c, const epLlDispatchArgs &a, cons
     ep_ll_read_head(c, a, x.u[EP_LL_HEAD_AT], r);
   epLlPiece v;
   if (r.s == me) {
-    ep_ll_load_piece(c, a.tokens + (uint64_t)r.token * c.rowBytes, x.piece, v);
+    ep_ll_load_piece(c, a, r.token, x.piece, v);
   } else {
 #pragma unroll
     for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++)
@@ -511,10 +566,10 @@ template <class C> DEV int ep_ll_take(const C c, const epLlDispatchArgs &a, cons
         ep_ll_to_vectors(buffer, x.u + EP_STRIP_UNITS * s, v.v[s]);
   }
   if (rankMajor)
-    ep_ll_store_piece(c, ep_ll_place(c, a, r.s, r.j), x.piece, v);
+    ep_ll_store_piece(c, a, ep_ll_place(c, a, r.s, r.j), x.piece, v);
 #pragma unroll 1
   for (uint32_t m = rankMajor ? 0 : p::ballot(p::FULL, r.slot != EP_NONE); m; m &= m - 1)
-    ep_ll_store_piece(c, a.outTokens + (uint64_t)p::shfl(p::FULL, r.slot, p::ffs(m) - 1) * c.rowBytes, x.piece, v);
+    ep_ll_store_piece(c, a, p::shfl(p::FULL, r.slot, p::ffs(m) - 1), x.piece, v);
   if (x.piece == 0)
     ep_ll_write_head(c, a, r);
   return EP_LL_CAME;

@@ -15,7 +15,8 @@
  *   counts    u64 [2][R][L + 1]     (generation << 32 | value): entries of source r for each of my experts; word L: rows
  *   weights   u64 [2][R][B][K]      (generation << 32 | FP32): combine weight of (token, k) of source r
  *   heads     units [2][R][B]       of row j of source r: its token there, K entries (EP_ENTRY or EP_NONE), K weights
- *   stage     units [2][R-1][B]     the rows. Dispatch: row j of source r; combine: the row for token t from rank r
+ *   stage     units [2][R-1][B]     the rows. Dispatch: row j of source r, its scales behind it; combine: the row for token t from
+ *                                   rank r
  *
  * Routing record (in the handle's memory, position independent)
  *
@@ -56,6 +57,11 @@ typedef struct epLlRecordLayout {
 } epLlRecordLayout;
 
 EP_HD uint32_t epLlHeadUnits(uint32_t topk) { return (1 + 2 * topk + 2) / 3; }
+/* Bytes of a row as it travels: its scales are rounded up to a vector, so that no vector holds both. */
+EP_HD uint32_t epLlTravels(uint32_t rowBytes, uint32_t scaleBytes) {
+  return rowBytes + (uint32_t)epAlignUp(scaleBytes, EP_ROW_ALIGN);
+}
+/* Below, rowBytes are those that travel. */
 EP_HD uint32_t epLlStrips(uint32_t rowBytes) { return (rowBytes + EP_STRIP_DATA - 1) / EP_STRIP_DATA; }
 /* Slots of one head are found once a piece, so 3-D expert-major has larger ones. */
 EP_HD uint32_t epLlPieceStrips(uint32_t layout) { return layout == EP_LAYOUT_KIND_RANK_MAJOR ? 1 : EP_LL_PIECE_STRIPS; }
@@ -140,10 +146,12 @@ typedef struct epLlDispatchArgs {
   uint8_t *record;
   epLlDecisions decisions;
   const uint8_t *tokens; /* [T][rowBytes] */
+  const uint8_t *scales; /* [T][scaleBytes] when cfg.scaleBytes */
   const float *weights;  /* [T][K] when cfg.weights */
   epGroupArgs group;
   epLlWindowLayout window;
   epLlRecordLayout recordLayout;
+  uint8_t *outScales; /* as outTokens, scaleBytes a row */
   uint8_t *outTokens; /* rank-major [R][B][rowBytes], 3-D expert-major [L][R * B][rowBytes] */
   float *outWeights;  /* rank-major [R][B][K] */
   int32_t *outIdx;    /* rank-major [R][B][K] */

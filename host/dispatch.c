@@ -4,6 +4,7 @@
 #include "fail.h"
 #include "low_latency.h"
 #include "runtime.h"
+#include "scales.h"
 #include "sizes.h"
 #include "tensor.h"
 
@@ -71,13 +72,6 @@ static ncclResult_t epDispatchConfigCheck(const char *call, const ncclEpDispatch
     return epFail(ncclInvalidArgument, "%s: pass_direction is %d: expected an ncclEpPassDir_t", call,
                   (int)c->pass_direction);
   if (c->send_only) return epFail(ncclInvalidUsage, "%s: send_only is not supported yet: expected 0", call);
-  if (c->quant_recipe != NCCL_EP_DISP_QUANT_NONE && c->quant_recipe != NCCL_EP_DISP_QUANT_FWD)
-    return epFail(c->quant_recipe == NCCL_EP_DISP_QUANT_DS_FP8E3M4 ? ncclInvalidUsage : ncclInvalidArgument,
-                  "%s: quant_recipe is %d: expected NCCL_EP_DISP_QUANT_NONE or NCCL_EP_DISP_QUANT_FWD", call,
-                  (int)c->quant_recipe);
-  if (c->round_scales)
-    return epFail(ncclInvalidUsage, "%s: round_scales is %u: expected 0: the caller's scales travel as they are", call,
-                  c->round_scales);
   if (info && (unsigned)info->recv_topk_idx_kind > NCCL_EP_EXPERT_ID_GLOBAL)
     return epFail(ncclInvalidArgument, "%s: layout_info.recv_topk_idx_kind is %d: expected an ncclEpExpertIdKind_t",
                   call, (int)info->recv_topk_idx_kind);
@@ -162,16 +156,6 @@ static ncclResult_t epDispatchExtrasOut(const char *call, const struct ncclEpHan
   return r;
 }
 
-/* Any type whose elements are 1, 2 or 4 bytes: what the bits mean is the caller's affair. */
-static int epIsScaleType(ncclDataType_t type) {
-  static const int types[] = {
-      ncclFloat32, ncclFloat16, ncclBfloat16, ncclUint8, ncclInt32, ncclUint32, 10 /* ncclFloat8e4m3 */,
-      11 /* ncclFloat8e5m2 */};
-  for (size_t i = 0; i < sizeof types / sizeof types[0]; i++)
-    if (types[i] == (int)type) return 1;
-  return 0;
-}
-
 static ncclResult_t epDispatchScaleOptions(const char *call, const ncclEpDispatchExtConfig_t *ext, int scales,
                                            epDispatchArgs *a) {
   int columns = ext->scale_layout == NCCL_EP_SCALE_COLUMN_MAJOR;
@@ -202,32 +186,13 @@ static ncclResult_t epDispatchScaleOptions(const char *call, const ncclEpDispatc
 }
 
 static ncclResult_t epDispatchScales(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
-                                     const ncclEpDispatchOutputs_t *out, const ncclEpDispatchConfig_t *config,
-                                     uint32_t rowBytes, uint32_t *scaleBytes, epDispatchArgs *a) {
-  const epArgName from = {call, "inputs.scales"}, to = {call, "outputs.scales"};
-  static const char why[] = "only NCCL_EP_DISP_QUANT_FWD has scales";
+                                     const ncclEpDispatchOutputs_t *out, int forwarded, uint32_t rowBytes,
+                                     uint32_t *scaleBytes, epDispatchArgs *a) {
+  const epArgName to = {call, "outputs.scales"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
-  ncclResult_t r;
-  if (config->quant_recipe == NCCL_EP_DISP_QUANT_NONE) {
-    r = epTensorAbsent(from, in->scales, why);
-    return r == ncclSuccess ? epTensorAbsent(to, out->scales, why) : r;
-  }
-  r = epTensorCheck(from, in->scales, 2);
-  if (r == ncclSuccess && !epIsScaleType(in->scales->datatype))
-    r = epFail(ncclInvalidArgument,
-               "%s: inputs.scales is %s: expected float32, float16, bfloat16, float8, uint8, int32 or uint32", call,
-               epTypeName(in->scales->datatype));
-  if (r == ncclSuccess) r = epTensorExtent(from, in->scales, 0, a->numTokens, "tokens");
-  if (r == ncclSuccess && in->scales->sizes[1] > EP_MAX_ROW_BYTES)
-    r = epFail(ncclInvalidArgument, "%s: inputs.scales.sizes[1] is %zu: expected at most %u bytes", call,
-               in->scales->sizes[1], EP_MAX_ROW_BYTES);
-  if (r == ncclSuccess)
-    r = epScaleBytes(call, g, from.tensor, (uint64_t)in->scales->sizes[1] * epTypeBytes(in->scales->datatype), rowBytes,
-                     scaleBytes);
-  if (r == ncclSuccess) r = epTensorAddress(from, g->be, in->scales, EP_SCALE_WORD, &dev);
-  if (r != ncclSuccess) return r;
-  a->scales = dev;
+  ncclResult_t r = epScalesIn(call, g, in->scales, forwarded, a->numTokens, rowBytes, scaleBytes, &a->scales);
+  if (r != ncclSuccess || !forwarded) return r == ncclSuccess ? epScalesNotOut(call, out->scales) : r;
   r = epTensorCheck(to, out->scales, 2);
   if (r == ncclSuccess) r = epTensorType(to, out->scales, in->scales->datatype);
   if (r == ncclSuccess) r = epTensorExtent(to, out->scales, 0, a->capacity, "rows of outputs.tokens");
@@ -242,7 +207,7 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
                         const ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info,
                         const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,
                         cudaStream_t stream) {
-  int forward = config->pass_direction == NCCL_EP_FWD_PASS;
+  int forward = config->pass_direction == NCCL_EP_FWD_PASS, forwarded = 0;
   struct ncclEpGroup *g;
   uint32_t rowBytes = 0, scaleBytes = 0;
   epDispatchArgs a;
@@ -260,12 +225,13 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   r = epGroupUsable(call, g);
   if (r == ncclSuccess && epIsLl(g)) return epLlDispatch(call, h, in, out, info, config, ext, stream);
   if (r == ncclSuccess) r = epDispatchConfigCheck(call, config, info);
+  if (r == ncclSuccess) r = epScalesRecipe(call, config, &forwarded);
   if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epDispatchInputs(call, h, in, forward, &rowBytes, &a);
   if (r == ncclSuccess) r = epDispatchTokensOut(call, h, in, out, &a, &shared);
   if (r == ncclSuccess) r = epDispatchExtrasOut(call, h, out, forward, &a);
-  if (r == ncclSuccess) r = epDispatchScaleOptions(call, ext, config->quant_recipe == NCCL_EP_DISP_QUANT_FWD, &a);
-  if (r == ncclSuccess) r = epDispatchScales(call, h, in, out, config, rowBytes, &scaleBytes, &a);
+  if (r == ncclSuccess) r = epDispatchScaleOptions(call, ext, forwarded, &a);
+  if (r == ncclSuccess) r = epDispatchScales(call, h, in, out, forwarded, rowBytes, &scaleBytes, &a);
   if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
   kc.scaleBytes = scaleBytes;

@@ -5,6 +5,8 @@
 #include <string.h>
 
 #include "fail.h"
+#include "scales.h"
+#include "sizes.h"
 #include "tensor.h"
 
 int epIsLl(const struct ncclEpGroup *g) { return g->config.algorithm == NCCL_EP_ALGO_LOW_LATENCY; }
@@ -159,30 +161,18 @@ static ncclResult_t passCheck(const char *call, ncclEpPassDir_t pass, unsigned s
 
 /* ---- Dispatch ------------------------------------------------------------------------------------------------------ */
 
-static ncclResult_t dispatchConfigCheck(const char *call, const ncclEpDispatchConfig_t *c, const ncclEpDispatchInputs_t *in,
-                                        const ncclEpDispatchOutputs_t *out) {
-  ncclResult_t r = passCheck(call, c->pass_direction, c->send_only);
-  if (r == ncclSuccess && c->quant_recipe != NCCL_EP_DISP_QUANT_NONE)
-    r = epFail((unsigned)c->quant_recipe <= NCCL_EP_DISP_QUANT_DS_FP8E3M4 ? ncclInvalidUsage : ncclInvalidArgument,
-               "%s: quant_recipe %d is not supported yet in low latency: expected NCCL_EP_DISP_QUANT_NONE", call,
-               (int)c->quant_recipe);
-  if (r == ncclSuccess && c->round_scales)
-    r = epFail(ncclInvalidUsage, "%s: round_scales is not supported yet: expected 0 without scales", call);
-  if (r == ncclSuccess && (in->scales || out->scales))
-    r = epFail(ncclInvalidUsage, "%s: scales are given: not supported yet in low latency", call);
-  return r;
-}
-
-/* The options are about scales and padding rows, and low latency has neither. */
+/* Scales lie in rows only, and no row is there to pad. */
 static ncclResult_t dispatchOptionsCheck(const char *call, const ncclEpDispatchExtConfig_t *ext) {
   if (ext->scale_layout != NCCL_EP_SCALE_ROW_MAJOR)
     return epFail(ncclInvalidUsage,
-                  "%s: ext_config.scale_layout is %d: expected NCCL_EP_SCALE_ROW_MAJOR, as low latency has no scales yet",
+                  "%s: ext_config.scale_layout is %d: expected NCCL_EP_SCALE_ROW_MAJOR in low latency, whose places have "
+                  "their scales in rows",
                   call, (int)ext->scale_layout);
   if (ext->scale_column_stride)
     return epFail(ncclInvalidUsage,
-                  "%s: ext_config.scale_column_stride is %zu: expected 0, as low latency has no scales yet", call,
-                  ext->scale_column_stride);
+                  "%s: ext_config.scale_column_stride is %zu: expected 0 in low latency, whose places have their scales "
+                  "in rows",
+                  call, ext->scale_column_stride);
   if (ext->no_zero_pad)
     return epFail(ncclInvalidUsage,
                   "%s: ext_config.no_zero_pad is %d: expected 0, as low latency never fills the places it does not use",
@@ -250,6 +240,22 @@ static ncclResult_t dispatchTokens(const char *call, const struct ncclEpHandle *
   return r;
 }
 
+/* Rows of scales have the places of their tokens. */
+static ncclResult_t dispatchScales(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
+                                   const ncclEpDispatchOutputs_t *out, int forwarded, uint32_t rowBytes,
+                                   uint32_t *scaleBytes, epLlDispatchArgs *a) {
+  const epArgName to = {call, "outputs.scales"};
+  const struct ncclEpGroup *g = h->group;
+  void *dev = NULL;
+  ncclResult_t r = epScalesIn(call, g, in->scales, forwarded, a->numTokens, rowBytes, scaleBytes, &a->scales);
+  if (r != ncclSuccess || !forwarded) return r == ncclSuccess ? epScalesNotOut(call, out->scales) : r;
+  r = placesCheck(to, h, out->scales, in->scales->sizes[1], "extent of inputs.scales");
+  if (r == ncclSuccess) r = epTensorType(to, out->scales, in->scales->datatype);
+  if (r == ncclSuccess) r = epTensorAddress(to, g->be, out->scales, EP_SCALE_WORD, &dev);
+  if (r == ncclSuccess) a->outScales = dev;
+  return r;
+}
+
 /* Weights and indices travel in rank-major; in 3-D expert-major a slot's place says its expert and combine has the weights. */
 static ncclResult_t dispatchExtras(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
                                    const ncclEpDispatchOutputs_t *out, epLlDispatchArgs *a) {
@@ -279,7 +285,8 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
                           const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config,
                           const ncclEpDispatchExtConfig_t *ext, cudaStream_t stream) {
   struct ncclEpGroup *g = h->group;
-  uint32_t rowBytes = 0;
+  uint32_t rowBytes = 0, scaleBytes = 0;
+  int forwarded = 0;
   epLlDispatchArgs a;
   epConfig c;
   epGrid grid;
@@ -287,14 +294,17 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
   epLaunch launch;
   ncclResult_t r;
   memset(&a, 0, sizeof a);
-  r = dispatchConfigCheck(call, config, in, out);
+  r = passCheck(call, config->pass_direction, config->send_only);
+  if (r == ncclSuccess) r = epScalesRecipe(call, config, &forwarded);
   if (r == ncclSuccess) r = dispatchOptionsCheck(call, ext);
   if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = dispatchTokens(call, h, in, out, &rowBytes, &a);
   if (r == ncclSuccess) r = dispatchExtras(call, h, in, out, &a);
+  if (r == ncclSuccess) r = dispatchScales(call, h, in, out, forwarded, rowBytes, &scaleBytes, &a);
   if (r == ncclSuccess) r = dispatchCounters(call, h, info, &a);
   if (r != ncclSuccess) return r;
   c = configOf(g, kindOf(h), h->topk, rowBytes, EP_DTYPE_BYTES, h->layout == NCCL_EP_LAYOUT_RANK_MAJOR);
+  c.scaleBytes = scaleBytes;
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, a.numTokens, &c, &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_LL_DISPATCH, &c, stream, &kernel);
   if (r != ncclSuccess) return r;
@@ -394,7 +404,7 @@ ncclResult_t epLlCombine(const char *call, struct ncclEpHandle *h, const ncclEpC
 ncclResult_t epLlPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareConfig_t *p, epWishes *out) {
   static const char call[] = "ncclEpPrepare";
   uint32_t kind = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? EP_LAYOUT_KIND_RANK_MAJOR : EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
-  uint32_t rowBytes = 0, dtype = 0;
+  uint32_t rowBytes = 0, scaleBytes = 0, dtype = 0;
   epConfig c;
   epGrid grid;
   ncclResult_t r = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR || p->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR
@@ -406,8 +416,7 @@ ncclResult_t epLlPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareC
     r = epFail(ncclInvalidUsage, "%s: backward is %d: expected 0, as low latency has the forward pass only", call,
                p->backward);
   if (r == ncclSuccess && p->scale_bytes)
-    r = epFail(ncclInvalidUsage, "%s: scale_bytes is %u: expected 0, as low latency has no scales yet", call,
-               p->scale_bytes);
+    r = epScaleBytes(call, g, "scales", p->scale_bytes, rowBytes, &scaleBytes);
   if (r != ncclSuccess) return r;
   c = configOf(g, kind, p->top_k, 0, EP_DTYPE_BYTES, 0);
   c.indexBytes = epTypeBytes(p->index_type);
@@ -415,6 +424,7 @@ ncclResult_t epLlPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareC
   if (r == ncclSuccess) epWishAdd(out, EP_KERNEL_LL_UPDATE, &c);
   if (r != ncclSuccess) return r;
   c = configOf(g, kind, p->top_k, rowBytes, EP_DTYPE_BYTES, kind == EP_LAYOUT_KIND_RANK_MAJOR);
+  c.scaleBytes = scaleBytes;
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, 1, &c, &grid);
   if (r == ncclSuccess) epWishAdd(out, EP_KERNEL_LL_DISPATCH, &c);
   if (r == ncclSuccess) r = epCombineType(call, p->combine_type, &dtype);

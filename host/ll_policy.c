@@ -49,7 +49,7 @@ ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned s
     uint64_t rows = T * least(c->layout == EP_LAYOUT_KIND_RANK_MAJOR ? c->ranks - 1 : c->ranks, c->topk);
     grid->pushBlocks = clampTo((T + EP_LL_TOKENS_A_BLOCK - 1) / EP_LL_TOKENS_A_BLOCK, 1, (total - 1) / 2);
     grid->blocks = grid->pushBlocks + 1;
-    grid->blocks += blocksOf(rows * epLlPieces(c->rowBytes, c->layout), 1, warps, total - grid->blocks);
+    grid->blocks += blocksOf(rows * epLlPieces(epLlTravels(c->rowBytes, c->scaleBytes), c->layout), 1, warps, total - grid->blocks);
     return ncclSuccess;
   }
   /* 3-D: block 0 sends weights */

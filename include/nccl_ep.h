@@ -198,7 +198,7 @@ template <class T> static inline T ncclEpStructInitVersion(unsigned int magic, u
 #define NCCL_EP_AUTO 0
 
 typedef enum {
-  NCCL_EP_ALGO_LOW_LATENCY = 0,    /* small batches (decode); fixed places, no counts beforehand; forward, no scales */
+  NCCL_EP_ALGO_LOW_LATENCY = 0,    /* small batches (decode); fixed places, no counts beforehand; forward */
   NCCL_EP_ALGO_HIGH_THROUGHPUT = 1 /* training and prefill */
 } ncclEpAlgorithm_t;
 
@@ -477,7 +477,8 @@ typedef struct {
                                    low latency: all places, [R, B, H] or [L, R * B, H] */
   ncclEpTensor_t *topk_weights; /* FP32, required forward: flat [rows, K], expert-major [rows], rank-major [R, B, K];
                                    forbidden backward and in 3-D */
-  ncclEpTensor_t *scales;       /* [rows, S], the input's type: with inputs.scales; columns: ncclEpDispatchExt */
+  ncclEpTensor_t *scales;       /* [rows, S], the input's type: with inputs.scales; low latency: all places, S wide;
+                                   columns: ncclEpDispatchExt */
   ncclEpTensor_t *topk_idx;     /* required forward: flat [rows, K] int64, rank-major [R, B, K] int32; forbidden else */
 } ncclEpDispatchOutputs_t;
 #define NCCL_EP_DISPATCH_OUTPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchOutputs_t, NCCL_EP_MAGIC)
@@ -692,14 +693,14 @@ ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle);
  * Collective, asynchronous, capturable. Any number of times per update. Bytes and order of the outputs depend on the
  * inputs only.
  *
- * Low precision (config.quant_recipe NCCL_EP_DISP_QUANT_FWD, both passes, flat and 2-D expert-major): inputs.scales
- * [T, S] and outputs.scales [rows, S] are both required. A token's row of scales goes wherever its row goes, bit for
+ * Low precision (config.quant_recipe NCCL_EP_DISP_QUANT_FWD, all layouts, both passes of high throughput): inputs.scales
+ * [T, S] and outputs.scales [rows, S] (low latency: [R, B, S] or [L, R * B, S]) are both required. A token's row of scales goes wherever its row goes, bit for
  * bit: FP32 per 128 elements, UE8M0 as bytes or four to an int32, one per 32 or 16 elements, whatever it means. Types:
  * FP32, FP16, BF16, FP8 (both), uint8, int32 and uint32. A row of scales has a multiple of 4 bytes (fill up to it with
  * bytes of your own), the same on all ranks, and starts 4-byte aligned; with the row of tokens, and rounded up to 16,
  * it fits max_token_bytes. Flat: rows past the received ones stay untouched. Expert-major: padding rows are zero.
  *
- * In low latency (forward pass; recipes and scales are refused) the outputs have fixed places and are 3-D:
+ * In low latency (forward pass) the outputs have fixed places and are 3-D:
  *   rank-major        tokens [R, B, H], topk_weights [R, B, K], topk_idx [R, B, K] int32: region s holds the tokens of
  *                     rank s that selected a local expert, packed at its front in source order, with the source's K
  *                     weights and local ids (-1 elsewhere); unused rows of topk_idx are -1, those of the others untouched

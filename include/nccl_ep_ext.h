@@ -383,7 +383,7 @@ typedef struct {
  * Update,
  * forward dispatch and combine, with `backward` those of the backward pass too, with `borrow_topk_idx` the forward dispatch
  * that follows a borrowing update (low latency's serves both), with `window_output` those of dispatch for a window-backed
- * output instead of an ordinary one. Low latency refuses `backward` and `scale_bytes`. With `in_flight` also
+ * output instead of an ordinary one. Low latency refuses `backward`. With `in_flight` also
  * both parts of staged operations, and the memory of as many in flight. Not while
  * capturing. Local, but collective with `in_flight`. */
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);

@@ -21,7 +21,10 @@ static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_RANK_MAJOR, NCCL_EP_LAYO
 typedef struct plan {
   uint32_t ranks, experts, topk, hidden, maxTokens, rounds;
   ncclEpLayout_t layout;
-  int borrow; /* updates borrow topk_idx */
+  int borrow;               /* updates borrow topk_idx */
+  uint32_t scaleBytes;      /* of a row's scales, forwarded */
+  ncclDataType_t byteType;  /* dispatch's rows are called bytes of this type, 0: BF16 */
+  ncclDataType_t scaleType; /* 0: uint8 */
   uint32_t tokens[ROUNDS][EP_TEST_MAX_RANKS];
   int64_t *idx[ROUNDS][EP_TEST_MAX_RANKS];
   epRef *ref[ROUNDS];
@@ -81,8 +84,14 @@ static float weightOf(uint32_t n, uint32_t rank, uint32_t t, uint32_t k) {
 
 /* One batch on one rank. */
 typedef struct batch {
-  epTestTensor idx, x, w, out, outW, outIdx, y, experts, sources, total;
+  epTestTensor idx, x, w, scales, out, outW, outIdx, outScales, y, experts, sources, total;
 } batch;
+
+static ncclDataType_t scaleTypeOf(const plan *p) { return p->scaleType ? p->scaleType : ncclUint8; }
+static uint32_t scaleElements(const plan *p) { return p->scaleBytes / (uint32_t)epTestTypeBytes(scaleTypeOf(p)); }
+static uint8_t scaleOf(uint32_t n, uint32_t rank, uint32_t t, uint32_t i) {
+  return (uint8_t)(n * 67 + rank * 31 + t * 13 + i * 7 + 1);
+}
 
 static void places(epTestRank *me, const plan *p, epTestTensor *t, ncclDataType_t type, uint32_t columns,
                    const char *name) {
@@ -105,6 +114,15 @@ static void batchMake(epTestRank *me, const plan *p, uint32_t n, batch *b) {
   places(me, p, &b->out, ncclBfloat16, p->hidden, "out");
   places(me, p, &b->outW, ncclFloat32, p->topk, "out weights");
   places(me, p, &b->outIdx, ncclInt32, p->topk, "out idx");
+  if (p->scaleBytes) {
+    uint8_t *scales = calloc((size_t)T * p->scaleBytes + 1, 1);
+    for (uint32_t i = 0; scales && i < T * p->scaleBytes; i++)
+      scales[i] = scaleOf(n, (uint32_t)me->rank, i / p->scaleBytes, i % p->scaleBytes);
+    epTensorMake(me, &b->scales, scaleTypeOf(p), 2, T, scaleElements(p), "scales");
+    places(me, p, &b->outScales, scaleTypeOf(p), scaleElements(p), "out scales");
+    epTensorFill(me, &b->scales, scales);
+    free(scales);
+  }
   epTensorMake(me, &b->experts, ncclInt32, 1, p->experts / p->ranks, 1, "expert_counters");
   epTensorMake(me, &b->sources, ncclInt64, 1, p->ranks, 1, "src_rank_counters");
   epTensorMake(me, &b->total, ncclInt32, 1, 1, 1, "recv_total_counter");
@@ -120,8 +138,8 @@ static void batchMake(epTestRank *me, const plan *p, uint32_t n, batch *b) {
 }
 
 static void batchFree(epTestRank *me, batch *b) {
-  epTestTensor *all[] = {&b->idx,    &b->x, &b->w,       &b->out,     &b->outW,
-                         &b->outIdx, &b->y, &b->experts, &b->sources, &b->total};
+  epTestTensor *all[] = {&b->idx,    &b->x,         &b->w, &b->scales,  &b->out,     &b->outW,
+                         &b->outIdx, &b->outScales, &b->y, &b->experts, &b->sources, &b->total};
   for (size_t i = 0; i < LENGTH(all); i++) {
     epTensorCheckGuards(me, all[i], "a tensor of the batch");
     epTensorFree(me, all[i]);
@@ -138,6 +156,9 @@ static ncclResult_t dispatch(const plan *p, ncclEpHandle_t h, batch *b) {
   ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
   ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
   ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
+  ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
+  ncclEpTensor_t x, o; /* the same rows, by another name */
+  size_t xSizes[2], oSizes[3];
   in.tokens = &b->x.t;
   out.tokens = &b->out.t;
   if (p->layout == NCCL_EP_LAYOUT_RANK_MAJOR)
@@ -145,7 +166,16 @@ static ncclResult_t dispatch(const plan *p, ncclEpHandle_t h, batch *b) {
   info.expert_counters = &b->experts.t;
   info.src_rank_counters = &b->sources.t;
   info.recv_total_counter = &b->total.t;
-  return ncclEpDispatch(h, &in, &out, &info, NULL, NULL);
+  if (p->scaleBytes)
+    config.quant_recipe = NCCL_EP_DISP_QUANT_FWD, in.scales = &b->scales.t, out.scales = &b->outScales.t;
+  if (p->byteType) {
+    x = b->x.t, o = b->out.t;
+    x.sizes = xSizes, o.sizes = oSizes, x.datatype = o.datatype = p->byteType;
+    xSizes[0] = b->x.sizes[0], xSizes[1] = oSizes[2] = 2 * p->hidden;
+    oSizes[0] = b->out.sizes[0], oSizes[1] = b->out.sizes[1];
+    in.tokens = &x, out.tokens = &o;
+  }
+  return ncclEpDispatch(h, &in, &out, &info, &config, NULL);
 }
 
 static ncclResult_t combine(const plan *p, ncclEpHandle_t h, batch *b) {
@@ -167,6 +197,10 @@ static void check(epTestRank *me, const plan *p, uint32_t n, const batch *b, int
     for (uint32_t h = 0; h < p->hidden; h++) {
       uint16_t w = from.source < 0 ? 0xABAB : elementOf(n, (uint32_t)from.source, (uint32_t)from.token, h);
       bad += out[i * p->hidden + h] != w;
+    }
+    for (uint32_t k = 0; k < p->scaleBytes; k++) {
+      uint8_t w = from.source < 0 ? 0xAB : scaleOf(n, (uint32_t)from.source, (uint32_t)from.token, k);
+      bad += ((const uint8_t *)b->outScales.t.data)[i * p->scaleBytes + k] != w;
     }
     for (uint32_t k = 0; rankMajor && k < p->topk; k++) {
       int64_t ids[32];
@@ -208,7 +242,7 @@ static void groupMake(epTestRank *me, const plan *p, uint64_t timeoutNs) {
   config.algorithm = NCCL_EP_ALGO_LOW_LATENCY;
   config.num_experts = p->experts;
   config.max_dispatch_tokens_per_rank = p->maxTokens;
-  config.max_token_bytes = 2 * p->hidden;
+  config.max_token_bytes = 2 * p->hidden + (p->scaleBytes + 15) / 16 * 16;
   config.num_topk = p->topk;
   config.timeout_ns = timeoutNs;
   EXPECT_OK(me, ncclEpCreateGroup(&me->group, me->comm, &config));
@@ -259,6 +293,32 @@ static void streamed(void **state) {
     runWorlds(p.ranks, &p, streamedBody);
     planFree(&p);
   }
+}
+
+/* Scales end in the row's strip, cross into the next one, or have strips of their own; types that are but bytes. */
+static void scales(void **state) {
+  (void)state;
+  static const struct {
+    uint32_t hidden, scaleBytes;
+    ncclDataType_t byteType, scaleType;
+  } cases[] = {{8, 4, 0, ncclFloat32},
+               {64, 56, ncclFloat8e4m3, ncclUint8},
+               {896, 56, ncclFloat8e5m2, ncclFloat32},
+               {888, 28, ncclFloat8e4m3, ncclInt32},
+               {120, 240, ncclFloat4x2, ncclFloat8e4m3},
+               {1792, 112, ncclUint8, ncclBfloat16},
+               {24, 3600, 0, ncclUint8}};
+  for (size_t l = 0; l < LENGTH(layouts); l++)
+    for (size_t i = 0; i < LENGTH(cases); i++) {
+      plan p;
+      small(&p, layouts[l], cases[i].hidden > 100 ? 2 : 3);
+      p.borrow = (int)(i + l) % 2;
+      p.hidden = cases[i].hidden, p.scaleBytes = cases[i].scaleBytes;
+      p.byteType = cases[i].byteType, p.scaleType = cases[i].scaleType;
+      epTestWorld world = {.ranks = (int)p.ranks, .seed = 300 + i, .arg = &p};
+      epWorldRun(&world, streamedBody);
+      planFree(&p);
+    }
 }
 
 /* Two handles, also of different layouts, take turns between dispatch and combine. */
@@ -439,7 +499,7 @@ static void optionsRefused(epTestRank *me, const plan *p, ncclEpHandle_t h, batc
   ahead.backward = 1;
   EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidUsage, "backward is 1");
   ahead.backward = 0, ahead.scale_bytes = 8;
-  EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidUsage, "scale_bytes is 8");
+  EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidArgument, "its 8 bytes of scales|max_token_bytes, 144");
   ahead.scale_bytes = 0;
   EXPECT_OK(me, ncclEpPrepare(me->group, &ahead));
   EXPECT_ERROR(me, ncclEpHandleMemSize(me->group, p->layout, NULL, &bytes, 0), ncclInvalidArgument, "num_topk is 0");
@@ -623,8 +683,8 @@ static void planted(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(streamed), cmocka_unit_test(interleaved), cmocka_unit_test(moved),   cmocka_unit_test(reports),
-      cmocka_unit_test(refused),  cmocka_unit_test(away),        cmocka_unit_test(planted),
+      cmocka_unit_test(streamed), cmocka_unit_test(scales),  cmocka_unit_test(interleaved), cmocka_unit_test(moved),
+      cmocka_unit_test(reports),  cmocka_unit_test(refused), cmocka_unit_test(away),        cmocka_unit_test(planted),
   };
   return cmocka_run_group_tests_name("low latency", tests, NULL, NULL);
 }
