@@ -62,7 +62,8 @@ enum {
   EP_PHASE_DISPATCH_CREDIT, /* waiting for a peer to free its staging */
   EP_PHASE_DISPATCH_ROWS,   /* waiting for a source's rows */
   EP_PHASE_COMBINE_CREDIT,
-  EP_PHASE_COMBINE_ROWS
+  EP_PHASE_COMBINE_ROWS,
+  EP_PHASE_NETWORK /* waiting for the network to have read what was put */
 };
 
 /* Host-visible (mapped) memory, one a group. The kernel fills the fields, then sets `code` last (release). */

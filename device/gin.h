@@ -7,9 +7,11 @@
  *   gin_signal(gin, context, domain, signal, add)    strong: adds to the peer's 64-bit signal once all puts before it on
  *                                                    this context to this peer have settled
  *   gin_signal_weak(...)                             adds without waiting for puts; what this thread did and knew goes along
- *   gin_read(gin, signal) -> u64                     my signal, acquire: what came before its adds is visible after it
- *   gin_flush(gin, context)                          sources of the context's puts may be written again; they may not have
- *                                                    arrived */
+ *   gin_read(gin, context, signal) -> u64            my signal of that context (each has signals of its own), acquire: what came
+ *                                                    before its adds is visible after it
+ *   gin_flush(gin, context, giveUp)                  whole warp: sources of the context's puts may be written again; they may not
+ *                                                    have arrived. giveUp(round) as in any wait: true ends it, and has set the
+ *                                                    word that the host gave the network for this */
 #ifndef EP_DEVICE_GIN_H_
 #define EP_DEVICE_GIN_H_
 

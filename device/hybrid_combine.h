@@ -259,7 +259,7 @@ template <class C> DEV void ep_combine_forwarders(const C c, const epHybridCombi
     }
     ep_channel_tell(c, a.hybrid, w, ch, chunk / channels + 1, false);
   }
-  ep_channel_end(c, a.hybrid, w, ch);
+  ep_channel_end(c, b.group, a.hybrid, w, ch);
 }
 
 /* ---- Reduce ------------------------------------------------------------------------------------------------------- */
@@ -283,8 +283,7 @@ DEV bool ep_combine_token(const C c, const epHybridCombineArgs &a, const epPlace
       entry = EP_ENTRY((uint32_t)e % locals, (uint32_t)p::ldg<int32_t>((const int32_t *)(b.record + b.recordLayout.sendPos) + at));
   }
   if (far && last && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_wait_signal(g, h, epSignalRows(w.domains, h.layout.channels, o, chunk % h.layout.channels),
-                        epTailOf(gen, chunk / h.layout.channels + 1), EP_TAIL_ROLL, EP_PHASE_COMBINE_ROWS, o * w.ups + w.up);
+    ok = ep_wait_tail(g, h, w, o, chunk % h.layout.channels, epTailOf(gen, chunk / h.layout.channels + 1), EP_PHASE_COMBINE_ROWS);
   if (p::ballot(p::FULL, !ok))
     return false;
   if (c.single) {
@@ -327,8 +326,7 @@ DEV void ep_combine_reducers(const C c, const epHybridCombineArgs &a, uint32_t g
   bool ok = p::bid() == b.blocks - 1;
   for (uint32_t i = p::tid(); i < w.domains * channels && ok; i += c.threads)
     if (i / channels != w.domain)
-      ok = ep_wait_signal(b.group, a.hybrid, epSignalRows(w.domains, channels, i / channels, i % channels), epTailOf(gen + 1, 0),
-                          EP_TAIL_ROLL, EP_PHASE_COMBINE_ROWS, i / channels * w.ups + w.up);
+      ok = ep_wait_tail(b.group, a.hybrid, w, i / channels, i % channels, epTailOf(gen + 1, 0), EP_PHASE_COMBINE_ROWS);
 }
 
 template <class C> DEV void ep_hybrid_combine(const C c, const epHybridCombineArgs &a) {

@@ -99,7 +99,7 @@ template <class C> DEV void ep_hybrid_senders(const C c, const epHybridDispatchA
   epChannel ch = ep_channel(a.hybrid, w, channel);
   for (uint32_t chunk = channel; chunk * size < tokens; chunk += a.hybrid.layout.channels)
     ep_hybrid_chunk(c, a, w, ch, chunk, tokens, gen);
-  ep_channel_end(c, a.hybrid, w, ch);
+  ep_channel_end(c, d.group, a.hybrid, w, ch);
 }
 
 /* One block: each thread watches its share of the tails, until all are complete. */
@@ -116,7 +116,7 @@ template <class C> DEV void ep_hybrid_forwarder(const C c, const epHybridDispatc
       if (o == w.domain)
         continue;
       uint64_t told = p::ld_relaxed_sys(ep_tail_word(g, h, w, w.up, w.up, o, channel));
-      uint64_t tail = p::gin_read(h.gin, epSignalRows(w.domains, h.layout.channels, o, channel));
+      uint64_t tail = ep_tail(h, w, o, channel);
       if (!ep_reached(tail, want, EP_TAIL_ROLL)) {
         done = false;
         peer = o * w.ups + w.up;

@@ -347,8 +347,8 @@ template <class C> DEV void ep_hybrid_update(const C c, const epHybridUpdateArgs
     if (ok)
       ep_update_copy_meta(c, u, gen);
     p::sync_threads();
-    if (p::tid() == 0)
-      p::gin_flush(a.hybrid.gin, 0); /* the next update writes what was put from */
+    if (p::warp() == 0) /* the next update writes what was put from */
+      ep_flush(u.group, a.hybrid, 0);
   });
   if (!last)
     return;

@@ -46,9 +46,28 @@ DEV bool ep_wait_value(const epGroupArgs &g, F read, uint64_t want, uint32_t bit
   }
 }
 
-DEV bool ep_wait_signal(const epGroupArgs &g, const epHybridGroup &h, uint32_t signal, uint64_t want, uint32_t bits,
-                        uint32_t phase, uint32_t peer) {
-  return ep_wait_value(g, [&] { return p::gin_read(h.gin, signal); }, want, bits, phase, peer);
+DEV bool ep_wait_signal(const epGroupArgs &g, const epHybridGroup &h, uint32_t context, uint32_t signal, uint64_t want,
+                        uint32_t bits, uint32_t phase, uint32_t peer) {
+  return ep_wait_value(g, [&] { return p::gin_read(h.gin, context, signal); }, want, bits, phase, peer);
+}
+
+/* The context of a channel's puts and signals; all others go by context 0. */
+DEV uint32_t ep_context(const epHybridGroup &h, uint32_t channel) { return channel % h.layout.contexts; }
+
+/* The tail of what this rank gets from domain o by a channel. */
+DEV uint64_t ep_tail(const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t channel) {
+  return p::gin_read(h.gin, ep_context(h, channel), epSignalRows(w.domains, h.layout.channels, o, channel));
+}
+DEV bool ep_wait_tail(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t channel,
+                      uint64_t want, uint32_t phase) {
+  return ep_wait_value(g, [&] { return ep_tail(h, w, o, channel); }, want, EP_TAIL_ROLL, phase, o * w.ups + w.up);
+}
+
+/* Whole warp: what was put by the context may be written again. */
+DEV bool ep_flush(const epGroupArgs &g, const epHybridGroup &h, uint32_t context) {
+  uint64_t start = p::globaltimer();
+  return p::gin_flush(h.gin, context,
+                      [&](uint32_t round) { return ep_give_up(g, start, round, EP_PHASE_NETWORK, g.rank, 1, 0); });
 }
 
 /* Whole block: for every other domain, this rank's signal from there has come to `want`. */
@@ -58,7 +77,7 @@ DEV bool ep_wait_rails(uint32_t threads, const epGroupArgs &g, const epHybridGro
   bool ok = true;
   for (uint32_t o = p::tid(); o < w.domains && ok; o += threads)
     if (o != w.domain)
-      ok = ep_wait_signal(g, h, signalOf(o), want, EP_GENERATION_ROLL, phase, o * w.ups + w.up);
+      ok = ep_wait_signal(g, h, 0, signalOf(o), want, EP_GENERATION_ROLL, phase, o * w.ups + w.up);
   return ep_block_agrees(ok);
 }
 
@@ -158,7 +177,7 @@ struct epChannel {
 DEV epChannel ep_channel(const epHybridGroup &h, const epPlace &w, uint32_t channel) {
   epChannel ch;
   ch.channel = channel;
-  ch.context = channel % h.layout.contexts;
+  ch.context = ep_context(h, channel);
   ch.told = p::smem_base() + EP_VERDICT_BYTES + 4 * p::warp() * w.domains;
   for (uint32_t o = p::lane(); o < w.domains; o += 32)
     p::sts<uint32_t>(ch.told + 4 * o, 0);
@@ -196,11 +215,11 @@ DEV void ep_channel_tell(const C c, const epHybridGroup &h, const epPlace &w, co
 }
 
 /* Whole warp: the operation's tails are complete, and what was put from may be written again. */
-template <class C> DEV void ep_channel_end(const C c, const epHybridGroup &h, const epPlace &w, const epChannel &ch) {
+template <class C>
+DEV void ep_channel_end(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, const epChannel &ch) {
   ep_channel_tell(c, h, w, ch, 1u << EP_TAIL_BITS, true);
-  if (p::lane() == 0 && c.bug != EP_BUG_GIN_NO_FLUSH)
-    p::gin_flush(h.gin, ch.context);
-  p::sync_warp();
+  if (c.bug != EP_BUG_GIN_NO_FLUSH)
+    ep_flush(g, h, ch.context);
 }
 
 /* Rows of the busiest source, from a record: whole warp, same answer in all lanes. */

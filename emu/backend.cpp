@@ -252,7 +252,7 @@ static void relax(epBackend *be, uint64_t deadlineNs) {
   b->fabric->relax(lock, b->rank, deadlineNs);
 }
 
-static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts, uint32_t signals, epGin *out) {
+static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts, uint32_t signals, uint32_t *, epGin *out) {
   Call c(be, "ginCreate");
   Fabric &f = c.fabric();
   Window *w = reinterpret_cast<Window *>(window);
@@ -260,7 +260,7 @@ static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts
   u8 *mine = nullptr;
   std::vector<u8 *> all(n);
   ncclResult_t rc = c.rc;
-  if (rc == ncclSuccess) rc = allocate(f, c.b->rank, "signals", RegionKind::Window, 8 * size_t(signals), &mine);
+  if (rc == ncclSuccess) rc = allocate(f, c.b->rank, "signals", RegionKind::Window, 8 * size_t(contexts) * signals, &mine);
   if (rc != ncclSuccess) return rc;
   w->signals = mine;
   rc = f.exchange(c.lock, c.b->rank, "ginCreate", &mine, all.data(), sizeof mine);

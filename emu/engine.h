@@ -247,7 +247,7 @@ public:
   void fence();
   void ginPut(GinPort *port, u32 context, u32 domain, u64 to, u64 from, u32 bytes, Place place);
   void ginSignal(GinPort *port, u32 context, u32 domain, u32 signal, u64 add, bool strong, Place place);
-  u64 ginRead(GinPort *port, u32 signal, Place place);
+  u64 ginRead(GinPort *port, u32 context, u32 signal, Place place);
   void ginFlush(GinPort *port, u32 context);
   void sleep();
   void gridWait();

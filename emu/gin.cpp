@@ -11,6 +11,11 @@ namespace emu {
 
 static const u32 SHALLOWEST = 2, DEPTHS = 4; // queues have room for 2, 4, 8 or 16 operations
 
+// Each context has signals of its own.
+static u8 *ginSignalAt(const GinPort *port, u32 domain, u32 context, u32 signal) {
+  return port->signal[domain] + 8 * (size_t(context) * port->signals + signal);
+}
+
 static u32 sourceSlot(const GinQueue *q) { return 2 * q->index; }
 static u32 settledSlot(const GinQueue *q) { return 2 * q->index + 1; }
 
@@ -105,12 +110,13 @@ void Engine::ginSignal(GinPort *port, u32 context, u32 domain, u32 signal, u64 a
   ginSchedule(new GinStep{GinStep::Signal, nullptr, 0, 0, q, signal, strong ? q->issued : 0, add, release});
 }
 
-u64 Engine::ginRead(GinPort *port, u32 signal, Place place) {
-  if (signal >= port->signals || port->rank != cur->block->rank) {
-    report(Fault::Bounds, 7ull << 20 | place, "%s: GIN signal %u of %u", me(place).c_str(), signal, port->signals);
+u64 Engine::ginRead(GinPort *port, u32 context, u32 signal, Place place) {
+  if (context >= port->contexts || signal >= port->signals || port->rank != cur->block->rank) {
+    report(Fault::Bounds, 7ull << 20 | place, "%s: GIN signal %u of %u, context %u of %u", me(place).c_str(), signal,
+           port->signals, context, port->contexts);
     return 0;
   }
-  return poll(port->signal[port->domain] + 8 * size_t(signal), 8, true, true, place);
+  return poll(ginSignalAt(port, port->domain, context, signal), 8, true, true, place);
 }
 
 // The sources of the context's puts may be written again; nothing is known of their arrival.
@@ -192,7 +198,7 @@ void Engine::ginSettled(GinQueue *q, GinPut *put) {
 
 void Engine::ginDeliver(GinStep *s) {
   GinQueue *q = s->queue;
-  u8 *at = q->port->signal[q->domain] + 8 * size_t(s->signal);
+  u8 *at = ginSignalAt(q->port, q->domain, q->index / u32(q->port->window.size()), s->signal);
   Region *r = memory.regionAt(at);
   if (r && !r->freed) {
     SyncWord &word = memory.syncOf(Memory::wordAt(r, at));

@@ -20,10 +20,15 @@ DEV void gin_signal_weak(const epGin &g, uint32_t context, uint32_t domain, uint
                          Here h = Here::current()) {
   e().ginSignal(port(g), context, domain, signal, add, false, at(h));
 }
-DEV uint64_t gin_read(const epGin &g, uint32_t signal, Here h = Here::current()) {
-  return e().ginRead(port(g), signal, at(h));
+DEV uint64_t gin_read(const epGin &g, uint32_t context, uint32_t signal, Here h = Here::current()) {
+  return e().ginRead(port(g), context, signal, at(h));
 }
-DEV void gin_flush(const epGin &g, uint32_t context) { e().ginFlush(port(g), context); }
+/* The emulated network always gets there, so nobody needs to give up. */
+template <class F> DEV bool gin_flush(const epGin &g, uint32_t context, F) {
+  if (lane() == 0) e().ginFlush(port(g), context);
+  sync_warp();
+  return true;
+}
 
 } // namespace p
 

@@ -237,7 +237,7 @@ inline void network(const Args &a) {
     for (uint32_t i = l; i < WORDS; i += 32) stg<uint32_t>(a.mine + SEND + i, 1000 * round + 100 * a.rank + i);
     if (a.bug != 9) sync_warp();
     if (l == 0) {
-      while (a.bug != 5 && gin_read(a.gin, 1) < round - 1) nanosleep(20);
+      while (a.bug != 5 && gin_read(a.gin, 1, 1) < round - 1) nanosleep(20);
       if (a.bug == 2) gin_signal(a.gin, 0, next, 0, 1);
       for (uint32_t i = 0; i < pieces; i++)
         gin_put(a.gin, 0, a.bug == 8 ? a.rank : next, 4 * LAND + i * each, a.bug == 7 ? last - 64 : i * each, each);
@@ -245,15 +245,13 @@ inline void network(const Args &a) {
         gin_signal_weak(a.gin, 0, next, 0, 1);
       else if (a.bug != 2)
         gin_signal(a.gin, a.bug == 3, next, a.bug == 11 ? 99 : 0, 1);
-      while (a.bug != 6 && gin_read(a.gin, 0) < round) nanosleep(20);
+      while (a.bug != 6 && gin_read(a.gin, a.bug == 3, 0) < round) nanosleep(20);
     }
     sync_warp();
     for (uint32_t i = l; i < WORDS; i += 32) stg<uint32_t>(a.out + i, ldg<uint32_t>(a.mine + LAND + i));
     sync_warp();
-    if (l == 0) {
-      gin_signal_weak(a.gin, 1, previous, 1, 1);
-      if (a.bug != 4) gin_flush(a.gin, 0);
-    }
+    if (l == 0) gin_signal_weak(a.gin, 1, previous, 1, 1);
+    if (a.bug != 4) gin_flush(a.gin, 0, [](uint32_t) { return false; });
     sync_warp();
   }
 }

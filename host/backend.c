@@ -76,8 +76,9 @@ static ncclResult_t noIsDeviceAddress(epBackend *be, const void *dev, int *yes) 
   *yes = 1;
   return ncclSuccess;
 }
-static ncclResult_t noGinCreate(epBackend *be, epWindow *window, uint32_t contexts, uint32_t signals, epGin *out) {
-  (void)be, (void)window, (void)contexts, (void)signals, (void)out;
+static ncclResult_t noGinCreate(epBackend *be, epWindow *window, uint32_t contexts, uint32_t signals, uint32_t *aborted,
+                                epGin *out) {
+  (void)be, (void)window, (void)contexts, (void)signals, (void)aborted, (void)out;
   EP_UNSUPPORTED("a network between scale-up domains");
 }
 static void noRelax(epBackend *be, uint64_t deadlineNs) { (void)be, (void)deadlineNs; }

@@ -74,9 +74,11 @@ typedef struct epBackendOps {
   /* Lets a wait on the host give time to whoever makes progress (the emulator runs kernels here). Called in polling
    * loops; `deadlineNs` of CLOCK_MONOTONIC bounds it. */
   void (*relax)(epBackend *be, uint64_t deadlineNs);
-  /* Collective. The network between scale-up domains for one window, with as many contexts and zeroed signals on every
-   * rank; it goes with the window. */
-  ncclResult_t (*ginCreate)(epBackend *be, epWindow *window, uint32_t contexts, uint32_t signals, epGin *out);
+  /* Collective. The network between scale-up domains for one window, with as many contexts, and zeroed signals in each,
+   * on every rank; it goes with the window. *aborted (device memory): kernels set it when a wait for the network itself is to
+   * end. */
+  ncclResult_t (*ginCreate)(epBackend *be, epWindow *window, uint32_t contexts, uint32_t signals, uint32_t *aborted,
+                            epGin *out);
 } epBackendOps;
 
 struct epBackend {

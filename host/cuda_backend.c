@@ -315,11 +315,6 @@ static void relax(epBackend *base, uint64_t deadlineNs) {
   if (ns < deadlineNs) nap(deadlineNs - ns < 20000 ? (long)(deadlineNs - ns) : 20000);
 }
 
-static ncclResult_t ginCreate(epBackend *base, epWindow *window, uint32_t contexts, uint32_t signals, epGin *out) {
-  (void)base, (void)window, (void)contexts, (void)signals, (void)out;
-  return epFail(ncclInvalidUsage, "several scale-up domains: not supported yet on GPUs");
-}
-
 static void destroy(epBackend *base) {
   epCuda *be = cudaOf(base);
   epCudaScope scope;
@@ -359,7 +354,7 @@ static const epBackendOps ops = {.name = "cuda",
                                  .isCapturing = isCapturing,
                                  .isDeviceAddress = epCudaIsDeviceAddress,
                                  .relax = relax,
-                                 .ginCreate = ginCreate};
+                                 .ginCreate = epCudaGinCreate};
 
 static ncclResult_t readDevice(epCuda *be) {
   epTopology *t = &be->topology;
@@ -406,6 +401,7 @@ static ncclResult_t readTeams(epCuda *be) {
   t->scaleUpRank = be->lsa.rank;
   t->scaleOutRanks = t->ranks / be->lsa.nRanks;
   t->scaleOutRank = t->rank / be->lsa.nRanks;
+  t->gin = t->scaleOutRanks > 1; /* or making it says why not */
   return ncclSuccess;
 }
 

@@ -52,6 +52,16 @@ ncclResult_t epCudaWindowDestroy(epBackend *base, epWindow *window);
 ncclResult_t epCudaWindowAddress(epBackend *base, ncclWindow_t win, uint64_t offset, uint64_t bytes, void **dev,
                                  void **shared);
 
+/* Every rank tells whether it is well, and all learn of the first that is not: nobody is left alone in a collective. */
+ncclResult_t epCudaAgree(epCuda *be, ncclResult_t mine, const char *step);
+
+/* The network goes with its window, which keeps it from then on; NCCL's handle of the window. */
+typedef struct epCudaGin epCudaGin;
+ncclResult_t epCudaGinCreate(epBackend *base, epWindow *window, uint32_t contexts, uint32_t signals, uint32_t *aborted,
+                             epGin *out);
+void epCudaGinDestroy(epCuda *be, epCudaGin *gin);
+ncclWindow_t epCudaWindowSetGin(epWindow *window, epCudaGin *gin);
+
 ncclResult_t epCudaIsDeviceAddress(epBackend *base, const void *dev, int *yes);
 
 ncclResult_t epCudaKernel(epBackend *base, int kernelId, const epConfig *config, epKernel **out);

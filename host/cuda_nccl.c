@@ -57,6 +57,9 @@ static ncclResult_t bindLibrary(void *lib, epNccl *b) {
 #undef X
   bindSymbol(lib, "ncclGetLsaDevicePointer", &b->getLsaDevicePointer, NULL);
   bindSymbol(lib, "ncclWinGetUserPtr", &b->winGetUserPtr, NULL);
+  bindSymbol(lib, "ncclCommQueryProperties", &b->queryProperties, NULL);
+  bindSymbol(lib, "ncclDevCommCreate", &b->devCommCreate, NULL);
+  bindSymbol(lib, "ncclDevCommDestroy", &b->devCommDestroy, NULL);
   void *address = dlsym(lib, "ncclGetVersion");
   snprintf(b->path, sizeof(b->path), "%s",
            address && dladdr(address, &info) && info.dli_fname ? info.dli_fname : "libnccl.so.2");

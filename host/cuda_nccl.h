@@ -39,6 +39,10 @@ typedef struct epNccl {
   /* NCCL 2.29 and up */
   ncclResult_t (*getLsaDevicePointer)(ncclWindow_t window, size_t offset, int lsaRank, void **ptr);
   ncclResult_t (*winGetUserPtr)(ncclComm_t comm, ncclWindow_t window, void **ptr);
+  /* for several scale-up domains; structures as in device/nccl_abi.h */
+  ncclResult_t (*queryProperties)(ncclComm_t comm, void *properties);
+  ncclResult_t (*devCommCreate)(ncclComm_t comm, const void *request, void *devComm);
+  ncclResult_t (*devCommDestroy)(ncclComm_t comm, const void *devComm);
   int version; /* NCCL_VERSION_CODE */
   char path[1024];
 } epNccl;

@@ -9,8 +9,14 @@
 struct epWindow {
   void *buffer; /* as allocated */
   ncclWindow_t handle;
-  int fromNccl; /* allocated by ncclMemAlloc, else by the driver */
+  int fromNccl;   /* allocated by ncclMemAlloc, else by the driver */
+  epCudaGin *gin; /* several scale-up domains */
 };
+
+ncclWindow_t epCudaWindowSetGin(epWindow *window, epCudaGin *gin) {
+  window->gin = gin;
+  return window->handle;
+}
 
 /* First fields of ncclWindow_vidmem, the same from 2.28 to 2.30. */
 typedef struct {
@@ -76,8 +82,7 @@ ncclResult_t epCudaWindowAddress(epBackend *base, ncclWindow_t win, uint64_t off
   return ncclSuccess;
 }
 
-/* Every rank tells whether it is well, and all learn of the first that is not: nobody is left alone in a collective. */
-static ncclResult_t agree(epCuda *be, ncclResult_t mine, const char *step) {
+ncclResult_t epCudaAgree(epCuda *be, ncclResult_t mine, const char *step) {
   int state = (int)mine;
   int *all = calloc((size_t)be->topology.ranks, sizeof(*all));
   if (!all) return epFail(ncclSystemError, "out of memory: states of %d ranks", be->topology.ranks);
@@ -137,6 +142,7 @@ static ncclResult_t createAlone(epCuda *be, size_t bytes, epWindow *window, void
 }
 
 static void releaseWindow(epCuda *be, epWindow *window) {
+  epCudaGinDestroy(be, window->gin);
   if (be->stuck) { /* peers may still store into it, and to free it is to wait for the device */
     free(window);
     return;
@@ -170,7 +176,7 @@ ncclResult_t epCudaWindowCreate(epBackend *base, size_t bytes, epWindow **out, v
     r = epCudaNccl(be, be->nccl->memAlloc(&window->buffer, bytes), "allocating the symmetric window");
     window->fromNccl = 1;
   }
-  if ((r = agree(be, r, "allocating the symmetric window")) != ncclSuccess || !window) goto done;
+  if ((r = epCudaAgree(be, r, "allocating the symmetric window")) != ncclSuccess || !window) goto done;
   r = epCudaNccl(be,
                  be->nccl->windowRegister(be->comm, window->buffer, bytes, &window->handle, EP_NCCL_WIN_COLL_SYMMETRIC),
                  "registering the symmetric window");
@@ -187,11 +193,11 @@ ncclResult_t epCudaWindowCreate(epBackend *base, size_t bytes, epWindow **out, v
     if (rc != EP_CU_SUCCESS) r = epCuFail(be->cu, rc, "clearing %zu bytes of the window", bytes);
   }
   if (r == ncclSuccess) r = put(be, peers[t->rank], magicOf(t->rank));
-  if ((r = agree(be, r, "registering the symmetric window")) != ncclSuccess) goto done;
+  if ((r = epCudaAgree(be, r, "registering the symmetric window")) != ncclSuccess) goto done;
   r = checkPeers(be, window, peers);
-  if ((r = agree(be, r, "reaching the symmetric windows of the peers")) != ncclSuccess) goto done;
+  if ((r = epCudaAgree(be, r, "reaching the symmetric windows of the peers")) != ncclSuccess) goto done;
   r = put(be, peers[t->rank], 0);
-  r = agree(be, r, "clearing the symmetric window");
+  r = epCudaAgree(be, r, "clearing the symmetric window");
 
 done:
   if (r == ncclSuccess)

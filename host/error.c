@@ -29,6 +29,8 @@ static const char *epPhaseName(uint32_t phase) {
     return "combine: staging to be free";
   case EP_PHASE_COMBINE_ROWS:
     return "combine: rows";
+  case EP_PHASE_NETWORK:
+    return "network: puts to be sent";
   default:
     return "unknown phase";
   }

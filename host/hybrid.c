@@ -82,8 +82,10 @@ void epHybridLayouts(struct ncclEpGroup *g) {
 
 ncclResult_t epHybridOpen(struct ncclEpGroup *g) {
   const epHybridLayout *l = &g->hybrid.layout;
+  epGroupState *state = (epGroupState *)((uint8_t *)g->scratch + g->scratchLayout.state);
   return g->be->ops->ginCreate(g->be, g->window, l->contexts,
-                               epSignalCount((uint32_t)g->topology.scaleOutRanks, l->channels), &g->hybrid.gin);
+                               epSignalCount((uint32_t)g->topology.scaleOutRanks, l->channels), &state->aborted,
+                               &g->hybrid.gin);
 }
 
 size_t epHybridRecordBytes(const struct ncclEpGroup *g, uint32_t topk) {

@@ -7,18 +7,19 @@
 #include <unistd.h>
 
 #include "fail.h"
+#include "nccl_abi.h"
 
-/* From this version on NCCL reads requests of older headers, back to it; before, each took its own minor version's alone. */
-#define EP_NCCL_COMPATIBLE 22902
+/* From this version on NCCL takes GIN requests of older headers, back to it; before, each took its own minor version's alone. */
+#define EP_NCCL_COMPATIBLE 23000
 
 int epNcclAccepts(int runtime, int set) {
-  if (set > runtime) return 0;
-  return set >= EP_NCCL_COMPATIBLE || (runtime < EP_NCCL_COMPATIBLE && runtime / 100 == set / 100);
+  if (set > runtime || !EP_NCCL_KNOWN(set)) return 0;
+  return set >= EP_NCCL_COMPATIBLE || runtime / 100 == set / 100;
 }
 
 static const epBundle *pickSet(int runtime) {
   for (int i = epNcclBundleCount - 1; i >= 0; i--) /* oldest first */
-    if (!runtime || epNcclAccepts(runtime, epNcclBundles[i].code)) return &epNcclBundles[i];
+    if (epNcclAccepts(runtime ? runtime : epNcclBundles[i].code, epNcclBundles[i].code)) return &epNcclBundles[i];
   return NULL;
 }
 
@@ -46,15 +47,29 @@ static int findCuda(const char *nvrtc, char *folder, size_t bytes) {
   return 0;
 }
 
+static ncclResult_t findSet(int runtime, const epBundle **out) {
+  *out = pickSet(runtime);
+  if (*out) return ncclSuccess;
+  return epFail(
+      ncclInvalidUsage,
+      "several scale-up domains: NCCL %d.%d.%d takes kernels built with its own or older device headers (back to "
+      "2.30.0, "
+      "or its own minor version; 2.29's are not supported); this library was built with those of: %s. One scale-up "
+      "domain works",
+      runtime / 10000, runtime / 100 % 100, runtime % 100, epNcclBundleVersions());
+}
+
+ncclResult_t epHeadersVersion(int runtime, int *version) {
+  const epBundle *set;
+  ncclResult_t r = findSet(runtime, &set);
+  if (r == ncclSuccess) *version = set->code;
+  return r;
+}
+
 ncclResult_t epHeadersFind(int runtime, const char *nvrtc, epHeaders *out) {
   char folder[1024];
-  out->nccl = pickSet(runtime);
-  if (!out->nccl)
-    return epFail(
-        ncclInvalidUsage,
-        "several scale-up domains: NCCL %d.%d.%d takes kernels built with its own or older device headers (back to "
-        "2.29.2, or its own minor version); this library was built with those of: %s. One scale-up domain works",
-        runtime / 10000, runtime / 100 % 100, runtime % 100, epNcclBundleVersions());
+  ncclResult_t r = findSet(runtime, &out->nccl);
+  if (r != ncclSuccess) return r;
   if (!findCuda(nvrtc, folder, sizeof(folder)))
     return epFail(ncclSystemError,
                   "several scale-up domains: their kernels need CUDA's headers: cuda_runtime.h is neither in "

@@ -13,6 +13,8 @@ typedef struct epHeaders {
 
 /* Whether NCCL `runtime` takes device communicators of kernels that were compiled with the headers of `set` (version codes). */
 int epNcclAccepts(int runtime, int set);
+/* The version code of the set that kernels for NCCL `runtime` are compiled with; says in one line what is missing. */
+ncclResult_t epHeadersVersion(int runtime, int *version);
 /* runtime 0: none is bound yet, the newest set. nvrtc: path of the bound compiler, beside which CUDA's headers may be. Says in
  * one line what is missing. */
 ncclResult_t epHeadersFind(int runtime, const char *nvrtc, epHeaders *out);

@@ -1,5 +1,6 @@
-/* Compiles a kernel that uses NCCL's device functions, and the kernels of several scale-up domains, with each embedded header
- * set, our prelude and shims. Needs NVRTC and CUDA's own headers, which are not embedded. */
+/* test_nvrtc_nccl [VERSION|all]: compiles the kernels of several scale-up domains, which use NCCL's device functions, with each
+ * embedded header set and for each target: they assert that the host has NCCL's structures as the headers have them. Needs NVRTC and CUDA's own headers, which are
+ * not embedded. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -10,6 +11,7 @@
 #include <unistd.h>
 
 #include <cmocka.h>
+#include <pthread.h>
 
 #include "bundle.h"
 #include "compile.h"
@@ -18,17 +20,6 @@
 #include "hybrid.h"
 #include "headers.h"
 #include "jit_ext.h"
-
-static const char source[] =
-    "#include \"nccl_prelude.h\"\n"
-    "#include <nccl_device.h>\n"
-    "extern \"C\" __global__ void peers(ncclWindow_t window, void **out, int ranks) {\n"
-    "  if (int(threadIdx.x) < ranks) out[threadIdx.x] = ncclGetLsaPointer(window, 0, int(threadIdx.x));\n"
-    "}\n"
-    "extern \"C\" __global__ void barrier(ncclDevComm comm) {\n"
-    "  ncclLsaBarrierSession<ncclCoopCta> session{ncclCoopCta(), comm, ncclTeamTagLsa(), blockIdx.x};\n"
-    "  session.sync(ncclCoopCta(), cuda::memory_order_acq_rel);\n"
-    "}\n";
 
 static const epNvrtc *nvrtc;
 static char cudaInclude[512];
@@ -45,84 +36,89 @@ static int findCudaHeaders(void) {
   return 0;
 }
 
-/* 1 after telling what did not compile, or spilled. */
-static int compileOne(const char *name, const char *text, const epBundle *nccl, int sm) {
-  char include[600], cccl[600], arch[40];
-  epCompiled compiled;
-  epCompileJob job;
-  int bad;
-  memset(&job, 0, sizeof(job));
-  snprintf(include, sizeof(include), "--include-path=%s", cudaInclude);
-  snprintf(cccl, sizeof(cccl), "--include-path=%s/cccl", cudaInclude);
-  snprintf(arch, sizeof(arch), "--gpu-architecture=sm_%d", sm);
-  job.name = name;
-  job.source = text;
-  job.bundles[0] = &epKernelBundle;
-  job.bundles[1] = nccl;
-  job.bundles[2] = &epNcclPreludeBundle;
-  job.bundles[3] = &epNcclShimBundle;
-  const char *options[] = {
-      arch,    "--std=c++17", "--device-as-default-execution-space", "-diag-suppress=1866", "--ptxas-options=-v",
-      include, cccl};
-  memcpy(job.options, options, sizeof(options));
-  job.optionCount = sizeof(options) / sizeof(options[0]);
-  if (epCompile(nvrtc, &job, &compiled) != ncclSuccess) {
-    printf("  NCCL %s sm_%d: %s\n", nccl->version, sm, epLastError());
-    return 1;
-  }
-  printf("  NCCL %s sm_%d: %s: %zu bytes, %d registers, %d bytes spilled\n", nccl->version, sm, name, compiled.bytes,
-         compiled.usage.registers, compiled.usage.spillBytes);
-  bad = compiled.usage.spillBytes != 0;
-  epCompiledFree(&compiled);
-  return bad;
+/* Each kernel, for each target, with each set. */
+typedef struct {
+  int set, kernel, arch, single;
+} job;
+enum {
+  KERNELS = EP_KERNEL_COMBINE - EP_KERNEL_UPDATE + 2 /* the last: without partial sums */,
+  TARGETS = 4,
+  THREADS = 2
+};
+static const int archs[TARGETS] = {80, 90, 100, 120};
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static int next, bad;
+static const char *only; /* version of the one set to compile with; "all" */
+
+/* Each takes seconds, most of them for the headers. So unless a run asks for more: the update, which calls every primitive, for
+ * each target with the newest set, and the other kernels for one; with other sets the update for one. */
+static int wanted(const job *j) {
+  if (only) return strcmp(only, "all") == 0 || strcmp(only, epNcclBundles[j->set].version) == 0;
+  if (j->kernel != EP_KERNEL_UPDATE) return j->arch == 90 && j->set == epNcclBundleCount - 1;
+  return j->arch == 90 || j->set == epNcclBundleCount - 1;
 }
 
-static void headerSets(void **state) {
-  static const int archs[] = {80, 90, 100, 120};
-  int bad = 0;
-  (void)state;
-  for (int s = 0; s < epNcclBundleCount; s++)
-    for (size_t a = 0; a < sizeof(archs) / sizeof(archs[0]); a++)
-      bad += compileOne("nccl", source, &epNcclBundles[s], archs[a]);
-  assert_int_equal(bad, 0);
-}
-
-/* The library's own kernels, over GIN, for a runtime of each set's version: the JIT finds the set. */
-static void hybridKernels(void **state) {
+static ncclResult_t configOf(const job *j, epConfig *c) {
   epTopology topology;
-  epJit *jit;
-  int bad = 0;
-  (void)state;
-  assert_int_equal(epCudaTarget(90, &topology), ncclSuccess);
+  epGrid grid;
+  ncclResult_t r = epCudaTarget(j->arch, &topology);
+  if (r != ncclSuccess) return r;
   topology.ranks = 16, topology.scaleUpRanks = 8, topology.scaleOutRanks = 2;
-  assert_int_equal(epJitOpenAt(&jit, ""), ncclSuccess);
-  for (int s = 0; s < epNcclBundleCount; s++)
-    for (int n = EP_KERNEL_UPDATE; n <= EP_KERNEL_COMBINE + (s == 0); n++) {
-      int i = n <= EP_KERNEL_COMBINE ? n : EP_KERNEL_COMBINE; /* the last: without partial sums */
-      epConfig c;
-      epGrid grid;
-      epJitCode code;
-      memset(&c, 0, sizeof(c));
-      c.ranks = 16, c.experts = 256, c.topk = 8, c.layout = EP_LAYOUT_KIND_EXPERT_MAJOR, c.single = n != i;
-      if (i == EP_KERNEL_UPDATE) {
-        c.indexBytes = 8;
-        assert_int_equal(epPolicyUpdate(&topology, 132, 4096, &c, &grid), ncclSuccess);
-      } else {
-        c.rowBytes = 14336, c.weights = i == EP_KERNEL_DISPATCH, c.dtype = EP_DTYPE_BF16;
-        assert_int_equal(epPolicyMove("test", &topology, 132, i, &c, &grid), ncclSuccess);
-      }
-      epJitUseNccl(jit, epNcclBundles[s].code);
-      if (epJitCompile(jit, epHybridKernel(i, &c), &c, 90, &code) != ncclSuccess) {
-        printf("  NCCL %s: %s\n", epNcclBundles[s].version, epLastError());
-        bad++;
-        continue;
-      }
-      printf("  NCCL %s: %s: %zu bytes, %d registers, %d bytes spilled, %.1f s\n", epNcclBundles[s].version,
-             epJitEntryName(epHybridKernel(i, &c)), code.bytes, code.registers, code.spillBytes, code.seconds);
+  memset(c, 0, sizeof(*c));
+  c->ranks = 16, c->experts = 256, c->topk = 8, c->layout = EP_LAYOUT_KIND_EXPERT_MAJOR,
+  c->single = (uint32_t)j->single;
+  if (j->kernel == EP_KERNEL_UPDATE) {
+    c->indexBytes = 8;
+    return epPolicyUpdate(&topology, 132, 4096, c, &grid);
+  }
+  c->rowBytes = 14336, c->weights = j->kernel == EP_KERNEL_DISPATCH, c->dtype = EP_DTYPE_BF16;
+  return epPolicyMove("test", &topology, 132, j->kernel, c, &grid);
+}
+
+/* A set's kernels are compiled as for a runtime of its version; a JIT object has one runtime, so each thread has its own. */
+static void *work(void *unused) {
+  epJit *jit;
+  (void)unused;
+  if (epJitOpenAt(&jit, "") != ncclSuccess) return (void *)1;
+  for (;;) {
+    epJitCode code;
+    epConfig c;
+    pthread_mutex_lock(&mutex);
+    int at = next++;
+    pthread_mutex_unlock(&mutex);
+    if (at >= epNcclBundleCount * TARGETS * KERNELS) break;
+    job j = {at / (TARGETS * KERNELS), EP_KERNEL_UPDATE + at % KERNELS, archs[at / KERNELS % TARGETS], 0};
+    if (j.kernel > EP_KERNEL_COMBINE) j.kernel = EP_KERNEL_COMBINE, j.single = 1;
+    const epBundle *set = &epNcclBundles[j.set];
+    if (!wanted(&j)) continue;
+    epJitUseNccl(jit, set->code);
+    ncclResult_t r = configOf(&j, &c);
+    if (r == ncclSuccess) r = epJitCompile(jit, epHybridKernel(j.kernel, &c), &c, j.arch, &code);
+    pthread_mutex_lock(&mutex);
+    if (r != ncclSuccess) {
+      printf("  NCCL %s sm_%d: %s\n", set->version, j.arch, epLastError());
+      bad++;
+    } else {
+      printf("  NCCL %s sm_%d: %s: %zu bytes, %d registers, %d bytes spilled, %.1f s\n", set->version, j.arch,
+             epJitEntryName(epHybridKernel(j.kernel, &c)), code.bytes, code.registers, code.spillBytes, code.seconds);
       bad += code.spillBytes != 0 || code.fromCache;
       epJitFree(&code);
     }
+    pthread_mutex_unlock(&mutex);
+  }
   epJitClose(jit);
+  return NULL;
+}
+
+static void hybridKernels(void **state) {
+  pthread_t threads[THREADS];
+  (void)state;
+  for (int i = 0; i < THREADS; i++) assert_int_equal(pthread_create(&threads[i], NULL, work, NULL), 0);
+  for (int i = 0; i < THREADS; i++) {
+    void *failed;
+    pthread_join(threads[i], &failed);
+    assert_null(failed);
+  }
   assert_int_equal(bad, 0);
 }
 
@@ -130,8 +126,9 @@ static void hybridKernels(void **state) {
 static void versions(void **state) {
   static const struct {
     int runtime, set, accepts;
-  } cases[] = {{22809, 22809, 1}, {22811, 22809, 1}, {22809, 22811, 0}, {23007, 22809, 0}, {23007, 22902, 1},
-               {23203, 23007, 1}, {23007, 23203, 0}, {22901, 22900, 1}, {22902, 22901, 0}};
+  } cases[] = {{22809, 22809, 1}, {22811, 22809, 1}, {22809, 22811, 0}, {23007, 22809, 0},
+               {23007, 22907, 0}, {22907, 22907, 0}, {23203, 23007, 1}, {23007, 23203, 0},
+               {23007, 23004, 1}, {23401, 23203, 1}, {23401, 23400, 0}};
   epHeaders headers;
   (void)state;
   for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
@@ -144,9 +141,9 @@ static void versions(void **state) {
   assert_ptr_equal(headers.nccl, &epNcclBundles[epNcclBundleCount - 1]);
 }
 
-int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(headerSets), cmocka_unit_test(hybridKernels),
-                                     cmocka_unit_test(versions)};
+int main(int argc, char **argv) {
+  const struct CMUnitTest tests[] = {cmocka_unit_test(hybridKernels), cmocka_unit_test(versions)};
+  only = argc > 1 ? argv[1] : NULL;
   if (epNcclBundleCount == 0) {
     printf("skipped: no NCCL device headers were found when this was built\n");
     return 77;
