@@ -392,16 +392,21 @@ DEV void ep_combine_push(const C c, const epCombineArgs &a, epPipe &q, epPushLis
 template <class C>
 DEV void ep_combine_signal(const C c, const epCombineArgs &a, const epPipe &q, uint64_t items, uint32_t rounds,
                            uint32_t gen) {
-  uint32_t senders = epSenders(c.threads);
-  for (uint32_t r = 0;; r++) {
-    uint32_t ticket = ep_ticket(c, a.pushBlocks, r);
-    if (ticket >= rounds) break;
-    if (p::lane() == 0) ep_deal(a.group, a.pushBlocks, r + EP_DEAL_AHEAD, rounds);
-    epRun run = ep_combine_run(c, a, q, (uint64_t)ticket * senders + p::lane(), items);
-    ep_signal_begin(c, r);
-    if (p::lane() < senders && run.j < run.end)
-      p::st_relaxed_sys(ep_flag(a.group, q, run.s, a.group.rank, run.j / epChunkRows(c.rowBytes)), EP_FLAG(gen, 0));
-    ep_signal_end(c, r);
+  uint32_t senders = epSenders(c.threads), most = ep_rounds_a_fence(a.pushBlocks, rounds), n;
+  for (uint32_t r = 0;; r += n) {
+    for (n = 0; n < most; n++) {
+      if (ep_ticket(c, a.pushBlocks, r + n) >= rounds) break;
+      if (p::lane() == 0) ep_deal(a.group, a.pushBlocks, r + n + EP_DEAL_AHEAD, rounds);
+      ep_signal_landed(c, r + n);
+    }
+    if (n == 0) break;
+    ep_signal_begin(c);
+    for (uint32_t i = r; i < r + n; i++) {
+      epRun run = ep_combine_run(c, a, q, (uint64_t)ep_ticket(c, a.pushBlocks, i) * senders + p::lane(), items);
+      if (p::lane() < senders && run.j < run.end)
+        p::st_relaxed_sys(ep_flag(a.group, q, run.s, a.group.rank, run.j / epChunkRows(c.rowBytes)), EP_FLAG(gen, 0));
+      ep_signal_end(c, i);
+    }
   }
 }
 

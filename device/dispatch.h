@@ -268,32 +268,49 @@ DEV void ep_signal_owners(const C c, const epDispatchArgs &a, uint32_t tokens, u
   }
 }
 
-/* Signaller: lane w raises the flags of sender w's chunk, one for each rank that got any of its rows. */
+/* Signaller: lane w raises the flags of sender w's chunk of round r, one for each rank that got any of its rows: those of its first
+ * token are `owner`. */
+template <class C>
+DEV void ep_dispatch_raise(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t tokens, uint32_t r,
+                           uint32_t chunk, uint32_t gen, uint32_t *owner) {
+  uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes), l = p::lane();
+  bool there = l < senders && chunk * size < tokens;
+  bool direct = c.direct && there && p::lds<uint32_t>(ep_went(c, r, l)) != 0;
+  if (c.direct && there) /* where local rows wait for a sender too */
+    p::st_relaxed_sys(ep_flag(a.group, q, a.group.rank, a.group.rank, chunk), EP_FLAG(gen, direct));
+  for (uint32_t i = 0; i < size; i++) {
+    if (i) ep_signal_owners(c, a, tokens, chunk * size + i, l < senders, owner);
+#pragma unroll
+    for (uint32_t k = 0; k < c.topk; k++) {
+      bool again = owner[k] == a.group.rank;
+#pragma unroll
+      for (uint32_t j = 0; j < k; j++) again = again || owner[j] == owner[k];
+      if (!again) p::st_relaxed_sys(ep_flag(a.group, q, owner[k], a.group.rank, chunk), EP_FLAG(gen, direct));
+    }
+  }
+  ep_signal_end(c, r);
+}
+
 template <class C>
 DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q, uint32_t tokens, uint32_t rounds,
                             uint32_t gen) {
   uint32_t senders = epSenders(c.threads), size = epChunkRows(c.rowBytes), l = p::lane(), owner[EP_MAX_TOPK];
-  for (uint32_t r = 0;; r++) {
-    uint32_t ticket = ep_ticket(c, a.pushBlocks, r), chunk = ticket * senders + l;
-    if (ticket >= rounds) break;
-    if (l == 0) ep_deal(a.group, a.pushBlocks, r + EP_DEAL_AHEAD, rounds);
-    ep_signal_owners(c, a, tokens, chunk * size, l < senders, owner);
-    ep_signal_begin(c, r);
-    bool there = l < senders && chunk * size < tokens;
-    bool direct = c.direct && there && p::lds<uint32_t>(ep_went(c, r, l)) != 0;
-    if (c.direct && there) /* where local rows wait for a sender too */
-      p::st_relaxed_sys(ep_flag(a.group, q, a.group.rank, a.group.rank, chunk), EP_FLAG(gen, direct));
-    for (uint32_t i = 0; i < size; i++) {
-      if (i) ep_signal_owners(c, a, tokens, chunk * size + i, l < senders, owner);
-#pragma unroll
-      for (uint32_t k = 0; k < c.topk; k++) {
-        bool again = owner[k] == a.group.rank;
-#pragma unroll
-        for (uint32_t j = 0; j < k; j++) again = again || owner[j] == owner[k];
-        if (!again) p::st_relaxed_sys(ep_flag(a.group, q, owner[k], a.group.rank, chunk), EP_FLAG(gen, direct));
-      }
+  uint32_t most = ep_rounds_a_fence(a.pushBlocks, rounds), n;
+  for (uint32_t r = 0;; r += n) {
+    for (n = 0; n < most; n++) {
+      uint32_t ticket = ep_ticket(c, a.pushBlocks, r + n);
+      if (ticket >= rounds) break;
+      if (l == 0) ep_deal(a.group, a.pushBlocks, r + n + EP_DEAL_AHEAD, rounds);
+      if (n == 0) ep_signal_owners(c, a, tokens, (ticket * senders + l) * size, l < senders, owner);
+      ep_signal_landed(c, r + n);
     }
-    ep_signal_end(c, r);
+    if (n == 0) break;
+    ep_signal_begin(c);
+    for (uint32_t i = 0; i < n; i++) {
+      uint32_t chunk = ep_ticket(c, a.pushBlocks, r + i) * senders + l;
+      if (i) ep_signal_owners(c, a, tokens, chunk * size, l < senders, owner);
+      ep_dispatch_raise(c, a, q, tokens, r + i, chunk, gen, owner);
+    }
   }
 }
 

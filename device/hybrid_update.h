@@ -79,8 +79,9 @@ DEV void ep_hybrid_place(const C c, const epHybridUpdateArgs &a, uint32_t t0, ui
   uint32_t w = p::warp(), below = ep_lanes_below(), locals = c.experts / c.ranks;
   int32_t *sendRow = (int32_t *)(a.plain.record + rl.sendRow), *sendPos = (int32_t *)(a.plain.record + rl.sendPos);
   uint32_t *out = (uint32_t *)(ep_window(g, g.rank) + a.hybrid.layout.outMeta);
-  for (uint32_t t = t0; t < t1; t += ep_update_tokens_at_once(c)) {
-    epRouteLane r = ep_route_lane(c, a.plain, t, t1);
+  epRouteWalk walk = ep_route_walk(c, a.plain, t0, t1);
+  while (walk.t < t1) {
+    epRouteLane r = ep_route_lane(c, a.plain, walk);
     uint32_t pos = 0, row = 0;
     if (r.valid)
       pos = p::lds<uint32_t>(ep_hist(c, w, r.expert)) + p::popc(r.expertMask & below);

@@ -143,9 +143,20 @@ DEV void ep_post(uint32_t round) {
   }
 }
 
-/* Signaller, whole warp: all rows of a round have landed; relaxed stores of flags may follow. */
-template <class C> DEV void ep_signal_begin(const C c, uint32_t round) {
+/* Rounds that one fence covers. A block of few senders goes through many rounds, and a fence for each would have something on the
+ * link at all times; flags wait for the last round of their fence, so never for more than a sixteenth of the block's. */
+DEV uint32_t ep_rounds_a_fence(uint32_t pushBlocks, uint32_t rounds) {
+  uint32_t n = rounds / pushBlocks / 16;
+  return n < 1 ? 1 : n > EP_ROUNDS_A_FENCE ? EP_ROUNDS_A_FENCE : n;
+}
+
+/* Signaller: all rows of a round have landed. */
+template <class C> DEV void ep_signal_landed(const C c, uint32_t round) {
   if (c.bug != EP_BUG_SIGNAL_FIRST) p::mbar_wait(ep_landed_bar(round), ep_round_parity(round));
+}
+
+/* Signaller, whole warp: relaxed stores of the flags of rounds that have landed may follow. */
+template <class C> DEV void ep_signal_begin(const C c) {
   p::sync_warp();
   if (c.bug != EP_BUG_FLAG_RELAXED) p::fence_sys();
 }

@@ -25,18 +25,44 @@ DEV uint32_t ep_update_block(const epUpdateArgs &a) { return p::bid() - a.firstB
 
 template <class C> DEV uint32_t ep_update_tokens_at_once(const C c) { return 32 / c.topk; }
 
-template <class C> DEV epRouteLane ep_route_lane(const C c, const epUpdateArgs &a, uint32_t t, uint32_t end) {
+/* A lane's decision of the iteration at token t, asked for; nothing waits for it yet. */
+template <class C> DEV int64_t ep_route_ask(const C c, const epUpdateArgs &a, uint32_t t, uint32_t end) {
+  uint32_t sub = p::lane() / c.topk, token = t + sub;
+  if (sub >= ep_update_tokens_at_once(c) || token >= end) return -1;
+  uint64_t at = (uint64_t)token * c.topk + p::lane() % c.topk;
+  return c.indexBytes == 8 ? p::ldg<int64_t>((const int64_t *)a.topkIdx + at)
+                           : (int64_t)p::ldg<int32_t>((const int32_t *)a.topkIdx + at);
+}
+
+/* A warp's way through tokens [t, end): decisions are asked for two iterations ahead, since each is a trip to memory. */
+struct epRouteWalk {
+  uint32_t t, end;
+  int64_t next, ahead;
+};
+
+template <class C> DEV epRouteWalk ep_route_walk(const C c, const epUpdateArgs &a, uint32_t t, uint32_t end) {
+  epRouteWalk w;
+  w.t = t;
+  w.end = end;
+  w.next = ep_route_ask(c, a, t, end);
+  w.ahead = ep_route_ask(c, a, t + ep_update_tokens_at_once(c), end);
+  return w;
+}
+
+/* Only where w.t < w.end. */
+template <class C> DEV epRouteLane ep_route_lane(const C c, const epUpdateArgs &a, epRouteWalk &w) {
   epRouteLane r;
   uint32_t sub = p::lane() / c.topk, locals = c.experts / c.ranks;
-  r.token = t + sub;
+  int64_t e = w.next;
+  r.token = w.t + sub;
   r.k = p::lane() % c.topk;
-  r.inside = sub < ep_update_tokens_at_once(c) && r.token < end;
+  r.inside = sub < ep_update_tokens_at_once(c) && r.token < w.end;
   r.valid = false;
   r.expert = 0;
+  w.next = w.ahead;
+  w.ahead = ep_route_ask(c, a, w.t + 2 * ep_update_tokens_at_once(c), w.end);
+  w.t += ep_update_tokens_at_once(c);
   if (r.inside) {
-    uint64_t at = (uint64_t)r.token * c.topk + r.k;
-    int64_t e = c.indexBytes == 8 ? p::ldg<int64_t>((const int64_t *)a.topkIdx + at)
-                                  : (int64_t)p::ldg<int32_t>((const int32_t *)a.topkIdx + at);
     r.valid = e >= 0 && e < (int64_t)c.experts;
     if (r.valid)
       r.expert = (uint32_t)e;
@@ -59,10 +85,11 @@ template <class C> DEV uint32_t ep_hist(const C c, uint32_t w, uint32_t i) {
 template <class C> DEV void ep_update_count(const C c, const epUpdateArgs &a, uint32_t t0, uint32_t t1) {
   uint32_t w = p::warp(), below = ep_lanes_below();
   int32_t *topk = (int32_t *)(a.record + a.recordLayout.topk);
+  epRouteWalk walk = ep_route_walk(c, a, t0, t1);
   for (uint32_t i = p::lane(); i < c.experts + c.ranks; i += 32) p::sts<uint32_t>(ep_hist(c, w, i), 0);
   p::sync_warp();
-  for (uint32_t t = t0; t < t1; t += ep_update_tokens_at_once(c)) {
-    epRouteLane r = ep_route_lane(c, a, t, t1);
+  while (walk.t < t1) {
+    epRouteLane r = ep_route_lane(c, a, walk);
     if (r.inside) p::stg<int32_t>(topk + (uint64_t)r.token * c.topk + r.k, r.valid ? (int32_t)r.expert : -1);
     if (r.valid && (r.expertMask & below) == 0) {
       uint32_t h = ep_hist(c, w, r.expert);
@@ -127,8 +154,9 @@ template <class C> DEV void ep_update_place(const C c, const epUpdateArgs &a, ui
   uint32_t w = p::warp(), below = ep_lanes_below(), locals = c.experts / c.ranks;
   int32_t *sendRow = (int32_t *)(a.record + a.recordLayout.sendRow);
   int32_t *sendPos = (int32_t *)(a.record + a.recordLayout.sendPos);
-  for (uint32_t t = t0; t < t1; t += ep_update_tokens_at_once(c)) {
-    epRouteLane r = ep_route_lane(c, a, t, t1);
+  epRouteWalk walk = ep_route_walk(c, a, t0, t1);
+  while (walk.t < t1) {
+    epRouteLane r = ep_route_lane(c, a, walk);
     uint32_t pos = 0, row = 0;
     if (r.valid) pos = p::lds<uint32_t>(ep_hist(c, w, r.expert)) + p::popc(r.expertMask & below);
     if (r.first) row = p::lds<uint32_t>(ep_hist(c, w, c.experts + r.owner)) + p::popc(r.rankMask & below);
@@ -332,7 +360,8 @@ template <class C> DEV void ep_update_replies(const C c, const epUpdateArgs &a, 
   }
 }
 
-/* All blocks: meta rows of every source -> record. */
+/* All blocks: meta rows of every source -> record. Loads in flight together: each is a trip to the L2. */
+#define EP_META_AT_ONCE 4u
 template <class C> DEV void ep_update_copy_meta(const C c, const epUpdateArgs &a, uint32_t gen) {
   uint32_t locals = c.experts / c.ranks, me = a.group.rank, width = 1 + c.topk;
   const uint32_t *flags = (const uint32_t *)(ep_window(a.group, me) + a.group.window.metaFlags);
@@ -347,8 +376,16 @@ template <class C> DEV void ep_update_copy_meta(const C c, const epUpdateArgs &a
     uint32_t rows = EP_ROWS_OF(p::ld_relaxed_sys(counts + (uint64_t)s * (locals + 1) + locals));
     const uint32_t *in = ep_meta(a.group, c.ranks, me, s, gen);
     uint32_t *to = out + (uint64_t)s * a.group.maxTokens * width;
-    for (uint32_t i = ep_update_block(a) * c.threads + p::tid(); i < rows * width; i += a.blocks * c.threads)
-      p::stg<uint32_t>(to + i, p::ldg<uint32_t>(in + (uint64_t)(i / width) * a.group.window.metaWords + i % width));
+    uint32_t step = a.blocks * c.threads, v[EP_META_AT_ONCE];
+    for (uint32_t i0 = ep_update_block(a) * c.threads + p::tid(); i0 < rows * width; i0 += EP_META_AT_ONCE * step) {
+#pragma unroll
+      for (uint32_t u = 0, i = i0; u < EP_META_AT_ONCE; u++, i += step)
+        if (i < rows * width)
+          v[u] = p::ldg<uint32_t>(in + (uint64_t)(i / width) * a.group.window.metaWords + i % width);
+#pragma unroll
+      for (uint32_t u = 0, i = i0; u < EP_META_AT_ONCE; u++, i += step)
+        if (i < rows * width) p::stg<uint32_t>(to + i, v[u]);
+    }
   }
 }
 
