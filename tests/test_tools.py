@@ -42,8 +42,7 @@ def refused(words, *options):
 
 # Low latency and what it has no use for.
 for layout in 'rank-major', 'expert-major-3d':
-    for options in (['--dtype', 'fp8'], ['--scales', 'fp32'], ['--scales', 'ue8m0'], ['--scale-layout', 'column'],
-                    ['--no-zero-pad'], ['--align', '16'], ['--backward'], ['--max-recv', '64']):
+    for options in (['--scale-layout', 'column'], ['--no-zero-pad'], ['--align', '16'], ['--backward'], ['--max-recv', '64']):
         refused([options[0], 'low latency', 'expected'], '--check', '--layout', layout, *options)
 
 # Numbers.

@@ -420,9 +420,7 @@ static int parseTokens(epBenchOptions *o) {
 /* What low latency cannot do must not look as if it had been measured. */
 static int checkFit(const epBenchOptions *o, int ll) {
   static const char *const useHt = "expected --layout flat or expert-major (high throughput)";
-  if (ll && o->type == EP_REF_E4M3) return epToolFail("--dtype fp8: low latency moves bf16, fp16 or fp32: %s", useHt);
-  if (ll && o->scales > EP_SCALES_NONE) return epToolFail("--scales: low latency moves no scales: %s", useHt);
-  if (ll && o->scaleColumns) return epToolFail("--scale-layout column: low latency moves no scales: %s", useHt);
+  if (ll && o->scaleColumns) return epToolFail("--scale-layout column: low latency has scales in rows: %s", useHt);
   if (ll && o->backward) return epToolFail("--backward: low latency has the forward pass only: %s", useHt);
   if (ll && o->maxRecv >= 0) return epToolFail("--max-recv: low latency's rows have fixed places: %s", useHt);
   if (ll && o->single) return epToolFail("--single-reduction: low latency has partial sums always: %s", useHt);

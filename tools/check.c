@@ -178,7 +178,7 @@ static void dispatchScales(epLayer *layer, const epCheckCase *what, epDataKind k
   for (uint64_t i = 0; i < mine->rows; i++) {
     epRefRow from = mine->row[i];
     if (from.source < 0)
-      memset(want, c->noZeroPad ? EP_FILL_BYTE : 0, bytes);
+      memset(want, c->noZeroPad || epLayerIsLl(c) ? EP_FILL_BYTE : 0, bytes);
     else
       epDataScales(what->seed, kind, (uint32_t)from.source, (uint64_t)from.token, want, bytes);
     for (uint32_t b = 0; b < bytes; b++) {

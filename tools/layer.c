@@ -316,10 +316,15 @@ static int llUpdate(epLayer *layer, unsigned routing) {
   return update(layer, &idx, NULL);
 }
 
+static ncclDataType_t scaleTypeOf(const epLayerConfig *c) {
+  return c->scales == EP_SCALES_FP32 ? ncclFloat32 : ncclUint8;
+}
+
 static int llDispatch(epLayer *layer) {
   const epLayerConfig *c = &layer->config;
-  size_t sizes[8][3], tokens = layer->tokens[layer->current], ranks = (size_t)layer->port->ranks;
-  ncclDataType_t integer = c->index32 ? ncclInt32 : ncclInt64;
+  size_t sizes[10][3], tokens = layer->tokens[layer->current], ranks = (size_t)layer->port->ranks;
+  ncclDataType_t integer = c->index32 ? ncclInt32 : ncclInt64, scaleType = scaleTypeOf(c);
+  size_t scales = epLayerScaleBytes(c) / (scaleType == ncclFloat32 ? 4 : 1);
   ncclEpTensor_t in = tensorOf(&layer->inTokens, epLayerType(c->type), 2, sizes[0], tokens, c->hidden);
   ncclEpTensor_t inWeights = tensorOf(&layer->inWeights, ncclFloat32, 2, sizes[1], tokens, c->topk);
   ncclEpTensor_t out = inWindow(layer, placesOf(layer, &layer->outTokens, epLayerType(c->type), sizes[2], c->hidden));
@@ -328,9 +333,12 @@ static int llDispatch(epLayer *layer) {
   ncclEpTensor_t counters = tensorOf(&layer->counters, integer, 1, sizes[5], c->experts / ranks, 1);
   ncclEpTensor_t sources = tensorOf(&layer->sources, integer, 1, sizes[6], ranks, 1);
   ncclEpTensor_t total = tensorOf(&layer->total, integer, 1, sizes[7], 1, 1);
+  ncclEpTensor_t inScales = tensorOf(&layer->inScales, scaleType, 2, sizes[8], tokens, scales);
+  ncclEpTensor_t outScales = placesOf(layer, &layer->outScales, scaleType, sizes[9], scales);
   ncclEpDispatchInputs_t inputs = NCCL_EP_DISPATCH_INPUTS_INIT;
   ncclEpDispatchOutputs_t result = NCCL_EP_DISPATCH_OUTPUTS_INIT;
   ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
+  ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
   info.expert_counters = &counters;
   info.src_rank_counters = &sources;
   info.recv_total_counter = &total;
@@ -341,7 +349,12 @@ static int llDispatch(epLayer *layer) {
     result.topk_weights = &outWeights;
     result.topk_idx = &outIdx;
   }
-  return told(layer, ncclEpDispatch(layer->handle, &inputs, &result, &info, NULL, layer->port->stream),
+  if (c->scales != EP_SCALES_NONE) {
+    config.quant_recipe = NCCL_EP_DISP_QUANT_FWD;
+    inputs.scales = &inScales;
+    result.scales = &outScales;
+  }
+  return told(layer, ncclEpDispatch(layer->handle, &inputs, &result, &info, &config, layer->port->stream),
               "ncclEpDispatch");
 }
 
@@ -400,7 +413,7 @@ int epLayerDispatch(epLayer *layer, int backward) {
   const epLayerConfig *c = &layer->config;
   size_t sizes[7][2], tokens = layer->tokens[layer->current], rows = outputRows(layer);
   size_t scaleBytes = c->scales == EP_SCALES_FP32 ? 4 : 1, scales = epLayerScaleBytes(c) / scaleBytes;
-  ncclDataType_t scaleType = c->scales == EP_SCALES_FP32 ? ncclFloat32 : ncclUint8;
+  ncclDataType_t scaleType = scaleTypeOf(c);
   ncclEpTensor_t in = tensorOf(&layer->inTokens, epLayerType(c->type), 2, sizes[0], tokens, c->hidden);
   ncclEpTensor_t inWeights = tensorOf(&layer->inWeights, ncclFloat32, 2, sizes[1], tokens, c->topk);
   ncclEpTensor_t out = inWindow(layer, tensorOf(&layer->outTokens, epLayerType(c->type), 2, sizes[2], rows, c->hidden));
