@@ -110,3 +110,19 @@ ncclResult_t epHandleMetadata(ncclEpHandle_t h, ncclEpHandleMetadata_t *m) {
   if (r == ncclSuccess && m->sent_slot) r = epSent(h, m);
   return r;
 }
+
+ncclResult_t epDeviceCounts(ncclEpHandle_t h, ncclEpDeviceCounts_t *counts) {
+  static const char name[] = "ncclEpGetDeviceCounts";
+  epRecordLayout l;
+  ncclResult_t r = epHandleFind(name, h);
+  if (r != ncclSuccess) return r;
+  if (epIsLl(h->group))
+    return epFail(ncclInvalidUsage, "%s: low latency exchanges no counts beforehand: give ncclEpDispatch a layout_info",
+                  name);
+  if (!h->topk) return epFail(ncclInvalidUsage, "%s: the handle has no routing yet: expected an update before", name);
+  l = epHandleRecordLayout(h);
+  counts->per_source = (const unsigned *)(const void *)(h->record + l.recvCount);
+  counts->per_expert = (const unsigned *)(const void *)(h->record + l.zoneCount);
+  counts->expert_start = (const unsigned *)(const void *)(h->record + l.zoneBase);
+  return ncclSuccess;
+}

@@ -226,6 +226,8 @@ ncclResult_t epUpdateWait(const char *call, struct ncclEpHandle *handle);
 /* 1 when the counts of the last update are already there. */
 int epCountsKnown(const struct ncclEpHandle *handle);
 ncclResult_t epHostCountsGet(ncclEpHandle_t handle, ncclEpHostCounts_t *counts);
+/* ---- metadata.c */
+ncclResult_t epDeviceCounts(ncclEpHandle_t handle, ncclEpDeviceCounts_t *counts);
 
 /* ---- metadata.c, properties.c */
 ncclResult_t epHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata);

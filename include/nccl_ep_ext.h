@@ -336,6 +336,24 @@ typedef struct {
  * where no update has run yet. ncclSystemError: the timeout passed. ncclRemoteError: a kernel gave up. */
 ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *counts);
 
+/* ---- Counts on the device ---------------------------------------------------------------------------------------- */
+
+/* Addresses inside the handle's memory. */
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  const unsigned int *per_source;   /* OUT: [R] rows from each rank (a token once, in both layouts) */
+  const unsigned int *per_expert;   /* OUT: [L] unpadded slots of each local expert */
+  const unsigned int *expert_start; /* OUT: [L + 1] first slot of each local expert, aligned; [L]: all slots with their padding */
+} ncclEpDeviceCounts_t;
+#define NCCL_EP_DEVICE_COUNTS_INIT NCCL_EP_STRUCT_INIT(ncclEpDeviceCounts_t, NCCL_EP_MAGIC)
+/* ncclEpGetDeviceCounts: where kernels of the caller find the exact counts of a handle's routing, without the host.
+ *   counts  in and out: filled by its _INIT macro
+ * What lies there is the caller's to read, in stream order behind the handle's last update, or where that borrowed its topk_idx behind the
+ * first dispatch that followed; the next update overwrites it. The addresses stay as long as the handle and its top-k. Local; waits
+ * for nothing; allowed while capturing. ncclInvalidUsage: in low latency, and where no update was made yet. */
+ncclResult_t ncclEpGetDeviceCounts(ncclEpHandle_t handle, ncclEpDeviceCounts_t *counts);
+
 /* ---- The routing record's metadata --------------------------------------------------------------------------------
  */
 

@@ -149,6 +149,15 @@ ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *coun
   return r;
 }
 
+ncclResult_t ncclEpGetDeviceCounts(ncclEpHandle_t handle, ncclEpDeviceCounts_t *counts) {
+  EP_CALL();
+  ncclEpDeviceCounts_t out;
+  ncclResult_t r = TAKE("ncclEpGetDeviceCounts", ncclEpDeviceCounts_t, counts, &out);
+  if (r == ncclSuccess) r = epDeviceCounts(handle, &out);
+  if (r == ncclSuccess) epGiveStruct(&out, sizeof out, counts);
+  return r;
+}
+
 ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata_t *metadata) {
   EP_CALL();
   ncclEpHandleMetadata_t out;

@@ -264,6 +264,25 @@ static void checkHostCounts(epTestRank *me, epRun *run) {
   free(source), free(expert), free(padded);
 }
 
+static void checkCountsOnDevice(epTestRank *me, epRun *run) {
+  const epRefRank *want = &run->round->ref->rank[me->rank];
+  uint32_t locals = run->round->ref->locals, ranks = run->round->c->ranks;
+  ncclEpDeviceCounts_t counts = NCCL_EP_DEVICE_COUNTS_INIT;
+  EXPECT_OK(me, ncclEpGetDeviceCounts(run->handle, &counts));
+  for (uint32_t r = 0; counts.per_source && r < ranks; r++)
+    EXPECT(me, counts.per_source[r] == want->perSource[r], "device counts: %u rows from rank %u instead of %llu",
+           counts.per_source[r], r, (unsigned long long)want->perSource[r]);
+  for (uint32_t e = 0; counts.per_expert && e < locals; e++) {
+    EXPECT(me, counts.per_expert[e] == want->perExpert[e], "device counts: %u of expert %u instead of %llu",
+           counts.per_expert[e], e, (unsigned long long)want->perExpert[e]);
+    EXPECT(me, isFlat(run->round->c) || counts.expert_start[e] == want->offset[e],
+           "device counts: expert %u starts at %u instead of %llu", e, counts.expert_start[e],
+           (unsigned long long)want->offset[e]);
+  }
+  EXPECT(me, counts.expert_start && (isFlat(run->round->c) || counts.expert_start[locals] == want->needed),
+         "device counts: slots in all instead of %llu", (unsigned long long)want->needed);
+}
+
 static void checkMetadata(epTestRank *me, epRun *run) {
   const epCase *c = run->round->c;
   const epRefRank *flat = &run->round->flat->rank[me->rank];
@@ -315,6 +334,7 @@ static void checkRouting(epTestRank *me, epRun *run) {
   if (run->topk.base) EXPECT_OK(me, ncclEpEmuMemset(me->comm, run->topk.t.data, 0x77, run->topk.bytes, NULL));
   checkDeviceCounts(me, run);
   checkHostCounts(me, run);
+  checkCountsOnDevice(me, run);
   checkMetadata(me, run);
 }
 

@@ -277,8 +277,7 @@ class ElasticBuffer:
             if value is not None and value != of_handle:
                 raise ValueError('%s is %s: expected %s, as the handle\'s' % (name, value, of_handle))
 
-    def _route(self, op, topk_idx, num_experts, max_tokens, alignment, row_bytes, num_sms, do_handle_copy, do_expand,
-               counters):
+    def _route(self, op, topk_idx, num_experts, max_tokens, alignment, row_bytes, num_sms, do_handle_copy, do_expand):
         """A handle with the routing of topk_idx."""
         port, topk = self._port, topk_idx.shape[1]
         group = self._group_of(num_experts, max_tokens, row_bytes, topk)
@@ -293,7 +292,7 @@ class ElasticBuffer:
                 port.copy(stored, topk_idx)
         routing = Routing(core.Handle(group, layout, alignment, topk, port.describe(memory)), memory, self._retired)
         self._routings.add(routing)
-        routing.handle.update(port.describe(topk_idx), port.describe(counters), op.stream)
+        routing.handle.update(port.describe(topk_idx), op.stream)
         locals_ = num_experts // self.num_ranks
         bound = align(self.num_ranks * max_tokens * min(topk, locals_) + (alignment - 1) * locals_, alignment)
         return EPHandle(port, routing, stored, do_expand, num_experts, alignment, max_tokens, num_sms,
@@ -358,33 +357,24 @@ class ElasticBuffer:
             num_max_tokens_per_rank = num_max_tokens_per_rank or self.num_max_tokens_per_rank
             expert_alignment = expert_alignment or 1
             num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])
-        stats, counters = cumulative_local_expert_recv_stats, None
+        stats = cumulative_local_expert_recv_stats
         if stats is not None:
             self._check('cumulative_local_expert_recv_stats', stats, 'local experts')
             locals_ = (handle.num_experts if handle is not None else num_experts) // self.num_ranks
             if stats.shape[0] != locals_:
                 raise ValueError('cumulative_local_expert_recv_stats has %d elements: expected %d, the local experts'
                                  % (stats.shape[0], locals_))
-            if handle is None and do_expand and not do_cpu_sync:
-                raise _missing('cumulative_local_expert_recv_stats with do_expand and without do_cpu_sync',
-                               'unpadded counts on the device (expert_counters are padded in expert-major)')
         self._sweep()
         op = port.operation(previous_event, allocate_on_comm_stream, async_with_compute_stream)
         cached = handle is not None
         if not cached:
-            if stats is not None and not do_expand:
-                with op.on_comm_stream():
-                    counters = port.empty((num_experts // self.num_ranks,), 'int32')
             handle = self._route(op, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment,
-                                 self._needed_row_bytes(x, scales), num_sms, do_handle_copy, do_expand, counters)
+                                 self._needed_row_bytes(x, scales), num_sms, do_handle_copy, do_expand)
             if do_cpu_sync:
                 handle._synchronize()
             if stats is not None:
                 with op.on_comm_stream():
-                    if counters is None:
-                        per_expert = handle._know_counts().per_expert
-                        counters = port.integers(per_expert, (len(per_expert),), 'int32')
-                    port.add(stats, counters)
+                    port.add(stats, handle._device_counts()[1])
         outputs = self._move(op, handle, x, scales, topk_weights, do_zero_padding, use_tma_aligned_col_major_sf,
                              num_sms or handle.num_sms)
         recv_x, recv_scales, recv_weights, recv_idx = outputs

@@ -83,6 +83,7 @@ DispatchExtConfig = struct('ncclEpDispatchExtConfig_t', ('scale_layout', _i), ('
 CombineExtConfig = struct('ncclEpCombineExtConfig_t', ('num_sms', _u), ('bias', _t * 2), *_events)
 HostCounts = struct('ncclEpHostCounts_t', ('total', _u), ('total_padded', _u), ('per_source', c.POINTER(_u)),
                     ('per_expert', c.POINTER(_u)), ('per_expert_padded', c.POINTER(_u)))
+DeviceCounts = struct('ncclEpDeviceCounts_t', ('per_source', _p), ('per_expert', _p), ('expert_start', _p))
 HandleMetadata = struct(
     'ncclEpHandleMetadata_t', ('received', _u), ('source_rank', c.POINTER(_i)), ('source_token', c.POINTER(_i)),
     ('sent_slot', c.POINTER(c.c_longlong)), ('received_capacity', _z), ('sent_capacity', _z),
@@ -96,7 +97,7 @@ EmuReport = struct('ncclEpEmuReport_t', ('faults', _u), ('switches', c.c_ulonglo
 
 STRUCTS = (Tensor, GroupConfig, LayoutInfo, HandleConfig, DispatchInputs, DispatchOutputs, DispatchConfig,
            CombineInputs, CombineOutputs, CombineConfig, BufferSizeConfig, BufferSize, GroupProperties,
-           GroupExtConfig, DispatchExtConfig, CombineExtConfig, HostCounts, HandleMetadata, ErrorInfo, EmuOptions, EmuReport)
+           GroupExtConfig, DispatchExtConfig, CombineExtConfig, HostCounts, DeviceCounts, HandleMetadata, ErrorInfo, EmuOptions, EmuReport)
 
 _pp = c.POINTER(c.c_void_p)
 
@@ -116,6 +117,7 @@ PROTOTYPES = {
     'ncclEpCombineExt': [_p, c.POINTER(CombineInputs), c.POINTER(CombineOutputs), c.POINTER(CombineConfig),
                          c.POINTER(CombineExtConfig), _p],
     'ncclEpGetHostCounts': [_p, c.POINTER(HostCounts)],
+    'ncclEpGetDeviceCounts': [_p, c.POINTER(DeviceCounts)],
     'ncclEpGetHandleMetadata': [_p, c.POINTER(HandleMetadata)],
     'ncclEpGetAsyncError': [_p, c.POINTER(_i)],
     'ncclEpGetErrorInfo': [_p, c.POINTER(ErrorInfo)],

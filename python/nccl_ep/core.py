@@ -93,9 +93,8 @@ class Handle:
         call('ncclEpInitHandle', pointer, group.pointer, layout, config, topk, Descriptor(memory).pointer)
         self.pointer = pointer
 
-    def update(self, topk_idx, expert_counters, stream):
-        info = _filled(c_api.LayoutInfo, expert_counters=expert_counters) if expert_counters else None
-        call('ncclEpUpdateHandle', self.pointer, Descriptor(topk_idx).pointer, info, stream)
+    def update(self, topk_idx, stream):
+        call('ncclEpUpdateHandle', self.pointer, Descriptor(topk_idx).pointer, None, stream)
         self.tokens = topk_idx.shape[0]
 
     def dispatch(self, inputs, outputs, backward, columns, zero_pad, num_sms, stream):
@@ -127,6 +126,12 @@ class Handle:
         counts = c_api.HostCounts(per_source=source, per_expert=expert)
         call('ncclEpGetHostCounts', self.pointer, counts)
         return Counts(list(source), list(expert), counts.total_padded)
+
+    def device_counts(self):
+        """Addresses of the counts in the handle's memory: by source, by expert unpadded, first slots."""
+        counts = c_api.DeviceCounts()
+        call('ncclEpGetDeviceCounts', self.pointer, counts)
+        return counts
 
     def metadata(self, received):
         """Waits for the last update; source rank, token and slots of the `received` rows, as ctypes arrays."""

@@ -58,6 +58,13 @@ class Tensor:
         self._memory = _Memory(rank, self._elements * self.itemsize)
         self.address = self._memory.address
 
+    def part(self, address, shape, dtype):
+        """A tensor inside this one's memory."""
+        part = object.__new__(Tensor)
+        part.rank, part.shape, part.dtype, part.address, part._memory = self.rank, shape, dtype, address, self._memory
+        part.itemsize, part._elements, part._strides = c_api.TYPES[dtype][1], int(np.prod(shape)), None
+        return part
+
     def __len__(self):
         return self.shape[0]
 
@@ -297,6 +304,20 @@ class Port:
 
     def integers(self, values, shape, dtype):
         return self.group.tensor(np.array(values[:int(np.prod(shape))], STORAGE[dtype]).reshape(shape), dtype)
+
+    def counts(self, memory, address, n):
+        return memory.part(address, (n,), 'int32')
+
+    def sums_by_rank(self, per_source, scaleup):
+        return self.group.tensor(np.cumsum(per_source.numpy().reshape(-1, scaleup).sum(0), dtype=np.int32))
+
+    def sums_by_expert(self, per_expert, start, alignment, expand):
+        n = per_expert.numpy()
+        ends = start.numpy()[:-1] + n if expand else np.cumsum((n + alignment - 1) // alignment * alignment)
+        return self.group.tensor(ends.astype(np.int32))
+
+    def clone(self, t):
+        return self.group.tensor(t.numpy(), t.dtype)
 
     def add(self, t, other):
         t.set(t.numpy() + other.numpy())

@@ -25,10 +25,13 @@ class EPHandle:
     do_handle_copy was off), num_recv_tokens, num_expanded_tokens (upper bounds without do_cpu_sync) and
     num_recv_tokens_per_expert_list (aligned; empty without do_cpu_sync).
 
-    Read when first asked for, by a wait of the host for the routing (local): psum_num_recv_tokens_per_scaleup_rank [U],
-    psum_num_recv_tokens_per_expert [L], num_unaligned_recv_tokens_per_expert [L], recv_src_metadata [N, 2 + K] (source
+    Made when first asked for, on the current stream, which must have waited for the dispatch; no wait of the host, also in a
+    graph: psum_num_recv_tokens_per_scaleup_rank [U], psum_num_recv_tokens_per_expert [L], num_unaligned_recv_tokens_per_expert
+    [L], all int32.
+
+    Read when first asked for, by a wait of the host for the routing (local): recv_src_metadata [N, 2 + K] (source
     rank * num_max_tokens_per_rank + token; source rank * K + its last choice here; for each choice its row of the
-    output, or -1) and dst_buffer_slot_idx [T, K] (the row at the expert's rank, or -1), all int32."""
+    output, or -1) and dst_buffer_slot_idx [T, K] (the row at the expert's rank, or -1), both int32."""
 
     token_metadata_at_forward = None  # of several scale-up domains
     channel_linked_list = None
@@ -70,39 +73,31 @@ class EPHandle:
         self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list)
         self._exact = True
 
-    def _integers(self, name, values):
+    def _device_counts(self):
+        """By source, by expert unpadded, and the experts' first slots, in the handle's memory."""
+        routing, locals_ = self._routing, self.num_experts // self._port.size
+        at = routing.handle.device_counts()
+        return [self._port.counts(routing.memory, address, n) for address, n in
+                ((at.per_source, self._port.size), (at.per_expert, locals_), (at.expert_start, locals_ + 1))]
+
+    def _from_device(self, name, make):
+        """What is made of them, once; in a graph's capture as a part of the graph."""
         if name not in self._read or self._captured:
-            values = values()
-            self._read[name] = self._port.integers(values, (len(values),), 'int32')
+            self._read[name] = make(*self._device_counts())
         return self._read[name]
-
-    def _psum_per_expert(self):
-        start, sums = 0, []
-        for n in self._know_counts().per_expert:
-            padded = align(n, self.expert_alignment)
-            sums.append(start + (n if self.do_expand else padded))
-            start += padded
-        return sums
-
-    def _psum_per_rank(self):
-        """By index inside the domain, over all domains."""
-        total, sums, counts = 0, [], self._know_counts().per_source
-        for rank in range(self._scaleup):
-            total += sum(counts[rank::self._scaleup])
-            sums.append(total)
-        return sums
 
     @property
     def psum_num_recv_tokens_per_scaleup_rank(self):
-        return self._integers('per_rank', self._psum_per_rank)
+        return self._from_device('per_rank', lambda source, expert, start: self._port.sums_by_rank(source, self._scaleup))
 
     @property
     def psum_num_recv_tokens_per_expert(self):
-        return self._integers('per_expert', self._psum_per_expert)
+        return self._from_device('per_expert', lambda source, expert, start: self._port.sums_by_expert(
+            expert, start, self.expert_alignment, self.do_expand))
 
     @property
     def num_unaligned_recv_tokens_per_expert(self):
-        return self._integers('unaligned', lambda: self._know_counts().per_expert)
+        return self._from_device('unaligned', lambda source, expert, start: self._port.clone(expert))
 
     @property
     def recv_src_metadata(self):

@@ -146,6 +146,28 @@ class Port:
         """A device tensor with the host's values, a list or an array of ctypes."""
         return torch.tensor(list(values), dtype=_NAMES[dtype], device='cpu').reshape(shape).to(self.device)
 
+    def counts(self, memory, address, n):
+        """n counts inside a handle's memory, int32."""
+        memory.record_stream(torch.cuda.current_stream(self.device))  # where it is about to be read
+        at = address - memory.data_ptr()
+        return memory[at:at + 4 * n].view(torch.int32)
+
+    @staticmethod
+    def sums_by_rank(per_source, scaleup):
+        """Running sums by index inside the domain, over all domains."""
+        return per_source.reshape(-1, scaleup).sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    @staticmethod
+    def sums_by_expert(per_expert, start, alignment, expand):
+        """Where each expert's rows end: with their padding, or (expand) without."""
+        if expand:
+            return start[:-1] + per_expert
+        return ((per_expert + (alignment - 1)) // alignment * alignment).cumsum(0, dtype=torch.int32)
+
+    @staticmethod
+    def clone(t):
+        return t.clone()
+
     @staticmethod
     def add(t, other):
         t.add_(other)

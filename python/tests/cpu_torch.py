@@ -112,12 +112,11 @@ class _Port(torch_port.Port):
         call('ncclEpEmuStreamSynchronize', self.comm, self.comm_stream.cuda_stream)
         self._lent.clear()
 
-    def add(self, t, other):
-        for memory, lent, size in self._lent:
-            if lent is other:
-                self._copy(other.data_ptr(), memory.address, size)
+    def counts(self, memory, address, n):
+        t = torch.empty(n, dtype=torch.int32)
+        self._copy(t.data_ptr(), address, 4 * n)
         call('ncclEpEmuStreamSynchronize', self.comm, self.comm_stream.cuda_stream)
-        t.add_(other)
+        return t
 
 
 class _OnCpu(TorchFunctionMode):

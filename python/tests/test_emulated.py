@@ -299,13 +299,13 @@ class Streams(Case):
             flat = reference.Flat(data, rank.rank(), EXPERTS)
             buffer = buffer_of(rank)
             stats = rank.tensor(np.ones(EXPERTS // 2, np.int32))
-            for expand in (False, True):
+            for expand, cpu_sync in ((False, True), (True, True), (False, False), (True, False)):
                 *_, handle, _ = buffer.dispatch(
                     rank.tensor(b.x, 'bfloat16'), rank.tensor(b.idx), rank.tensor(b.weights), num_experts=EXPERTS,
-                    do_expand=expand, cumulative_local_expert_recv_stats=stats)
+                    do_expand=expand, do_cpu_sync=cpu_sync, cumulative_local_expert_recv_stats=stats)
                 buffer.dispatch(rank.tensor(b.x, 'bfloat16'), handle=handle, do_expand=expand,
                                 cumulative_local_expert_recv_stats=stats)  # counts a routing once
-            self.equal(stats.numpy(), 1 + 2 * np.array(flat.per_expert), 'cumulative counts')
+            self.equal(stats.numpy(), 1 + 4 * np.array(flat.per_expert), 'cumulative counts')
             buffer.destroy()
         emu.run(body, 2, seed=7)
 
