@@ -400,7 +400,8 @@ static void counts(fuzzRank *me, unsigned slot, unsigned group) {
   fuzzResult(me, "ncclEpGetHostCounts", ncclEpGetHostCounts(handleOf(me, slot), given));
   ncclEpDeviceCounts_t there = NCCL_EP_DEVICE_COUNTS_INIT;
   const ncclResult_t r = fuzzResult(me, "ncclEpGetDeviceCounts", ncclEpGetDeviceCounts(handleOf(me, slot), &there));
-  if ((r == ncclSuccess) != (there.per_expert != NULL)) fuzzFail(me, "result %d, and counts at %p", (int)r, (const void *)there.per_expert);
+  if ((r == ncclSuccess) != (there.per_expert != NULL))
+    fuzzFail(me, "result %d, and counts at %p", (int)r, (const void *)there.per_expert);
 }
 
 static void metadata(fuzzRank *me, unsigned slot, unsigned group) {
