@@ -101,13 +101,18 @@ static ncclResult_t copyComm(epCuda *be, epCudaGin *gin, const uint32_t *aborted
 
 ncclResult_t epCudaGinCreate(epBackend *base, epWindow *window, uint32_t contexts, uint32_t signals, uint32_t *aborted,
                              epGin *out) {
-  epCuda *be = (epCuda *)base;
+  int version = 0;
+  ncclResult_t found = epHeadersVersion(((epCuda *)base)->nccl->version, &version);
+  return epCudaGinOpen((epCuda *)base, window, found, version, contexts, signals, aborted, out);
+}
+
+ncclResult_t epCudaGinOpen(epCuda *be, epWindow *window, ncclResult_t found, int version, uint32_t contexts,
+                           uint32_t signals, uint32_t *aborted, epGin *out) {
   epCudaScope scope;
   epCudaGin *gin = NULL;
-  int version = 0;
   ncclResult_t r = epCudaEnter(be, &scope);
   if (r != ncclSuccess) return r;
-  r = epHeadersVersion(be->nccl->version, &version);
+  r = found;
   if (r == ncclSuccess && !(be->nccl->devCommCreate && be->nccl->devCommDestroy))
     r = epFail(ncclInvalidUsage, "several scale-up domains: NCCL at %s lacks ncclDevCommCreate", be->nccl->path);
   if (r == ncclSuccess) r = checkProperties(be, version);

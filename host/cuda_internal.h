@@ -59,6 +59,9 @@ ncclResult_t epCudaAgree(epCuda *be, ncclResult_t mine, const char *step);
 typedef struct epCudaGin epCudaGin;
 ncclResult_t epCudaGinCreate(epBackend *base, epWindow *window, uint32_t contexts, uint32_t signals, uint32_t *aborted,
                              epGin *out);
+/* With device headers of `version`, if they were found. */
+ncclResult_t epCudaGinOpen(epCuda *be, epWindow *window, ncclResult_t found, int version, uint32_t contexts,
+                           uint32_t signals, uint32_t *aborted, epGin *out);
 void epCudaGinDestroy(epCuda *be, epCudaGin *gin);
 ncclWindow_t epCudaWindowSetGin(epWindow *window, epCudaGin *gin);
 

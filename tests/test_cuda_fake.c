@@ -1,6 +1,6 @@
 /* The CUDA backend on a driver and an NCCL that are none: every call in its place, contexts balanced, windows found and
  * checked, failures agreed between ranks, and nothing left behind whichever driver call fails. Built twice: with NCCL
- * 2.28's way to peer addresses and with 2.29's. */
+ * 2.28's way to peer addresses and its request for a device communicator, and with 2.30's. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -22,7 +22,9 @@
 #include "fail.h"
 #include "fake/fake.h"
 #include "fake/fake_nccl.h"
+#include "headers.h"
 #include "jit_ext.h"
+#include "nccl_abi.h"
 #include "runtime.h"
 
 /* The fake NCCL defines it; only a real nccl.h would declare it, and the tests build without one. */
@@ -93,7 +95,7 @@ static void *userWindow(epBackend *be, void **peers) {
   }
   /* without `shared` nothing more is asked of NCCL */
   CHECK(be->ops->windowAddress(be, user, 8, 16, &shared, NULL) == ncclSuccess && shared);
-#ifdef EP_FAKE_NCCL_229
+#ifdef EP_FAKE_NCCL_230
   CHECK(be->ops->windowAddress(be, user, 4992, 8, &dev, &shared) == ncclSuccess);
   CHECK(be->ops->windowAddress(be, user, 4992, 16, &dev, &shared) != ncclSuccess); /* beyond its end */
 #endif
@@ -171,6 +173,72 @@ static void *lifeWithoutWindow(void *arg) {
   return NULL;
 }
 
+/* Ranks that are scale-up domains of their own: the network is asked for with what the group counts, kernels get a copy that
+ * knows the abort word, and a failure on one rank is one on all. */
+static int apart;
+static const char *expectedError;
+#ifdef EP_FAKE_NCCL_230
+enum { HEADERS = 23007 };
+#else
+enum { HEADERS = 22809 };
+#endif
+static void *lifeApart(void *arg) {
+  mine = arg;
+  epBackend *be = NULL;
+  epTopology t;
+  epWindow *window = NULL;
+  void *peers[RANKS] = {NULL};
+  uint32_t aborted = 0;
+  epGin gin = {0, 0};
+  CHECK(epCudaBackendOpen(mine, NULL, &be) == ncclSuccess);
+  CHECK(be->ops->topology(be, &t) == ncclSuccess);
+  CHECK(t.scaleUpRanks == 1 && t.scaleOutRanks == RANKS && t.scaleOutRank == mine->rank && t.gin == 1);
+  CHECK(be->ops->windowCreate(be, 5000, &window, peers) == ncclSuccess && window);
+  CHECK(peers[mine->rank] && !peers[!mine->rank]);
+  ncclResult_t r = epCudaGinOpen((epCuda *)be, window, ncclSuccess, HEADERS, 3, 134, &aborted, &gin);
+  if (expectedError) {
+    CHECK(r != ncclSuccess && !gin.comm);
+    if (!strstr(epLastError(), expectedError)) fprintf(stderr, "instead: %s\n", epLastError());
+    CHECK(strstr(epLastError(), expectedError) || strstr(epLastError(), "see its log"));
+  } else {
+    const fakeGin *asked = &askedFor[mine->rank];
+    uint64_t word = 0, flag = 0;
+    CHECK(r == ncclSuccess && gin.window);
+    CHECK(asked->contexts == 3 && asked->signals == 134 && asked->connection == 1 && asked->strong && !asked->va);
+    CHECK(asked->version == HEADERS);
+    CHECK(be->ops->copyToHost(be, &word, (void *)(uintptr_t)gin.comm, sizeof(word)) == ncclSuccess);
+    CHECK(word == 0x5c5c5c5c5c5c5c5cu);
+    int at = EP_NCCL_ABORT_FLAG(HEADERS);
+    CHECK(be->ops->copyToHost(be, &flag, (void *)(uintptr_t)(gin.comm + (uint64_t)at), sizeof(flag)) == ncclSuccess);
+    CHECK(flag == (at ? (uint64_t)(uintptr_t)&aborted : word));
+  }
+  CHECK(be->ops->windowDestroy(be, window) == ncclSuccess);
+  be->ops->destroy(be);
+  CHECK(thread() == 0);
+  return NULL;
+}
+
+/* The headers that the library has of itself: they fit, or it says what would. */
+static void *lifeByItsHeaders(void *arg) {
+  mine = arg;
+  epBackend *be = NULL;
+  epWindow *window = NULL;
+  void *peers[RANKS];
+  uint32_t aborted = 0;
+  epGin gin = {0, 0};
+  int version = 0, fits = epHeadersVersion(HEADERS, &version) == ncclSuccess;
+  CHECK(epCudaBackendOpen(mine, NULL, &be) == ncclSuccess);
+  CHECK(be->ops->windowCreate(be, 5000, &window, peers) == ncclSuccess);
+  ncclResult_t r = be->ops->ginCreate(be, window, 1, 1, &aborted, &gin);
+  CHECK((r == ncclSuccess) == fits);
+  if (fits) CHECK(EP_NCCL_KNOWN(version) && version <= HEADERS && askedFor[mine->rank].version == version);
+  if (!fits) CHECK(strstr(epLastError(), "device headers") && strstr(epLastError(), "One scale-up domain works"));
+  CHECK(be->ops->windowDestroy(be, window) == ncclSuccess);
+  be->ops->destroy(be);
+  CHECK(thread() == 0);
+  return NULL;
+}
+
 static int everywhere(void *(*what)(void *)) {
   struct ncclComm comms[RANKS];
   pthread_t threads[RANKS];
@@ -179,7 +247,7 @@ static int everywhere(void *(*what)(void *)) {
   pthread_barrier_init(&theWorld.barrier, NULL, RANKS);
   memset(theWorld.used, 0, sizeof(theWorld.used));
   for (int r = 0; r < RANKS; r++) {
-    comms[r] = (struct ncclComm){r, RANKS, &theWorld};
+    comms[r] = (struct ncclComm){r, RANKS, &theWorld, apart};
     if (pthread_create(&threads[r], NULL, what, &comms[r]) != 0) return -1;
   }
   for (int r = 0; r < RANKS; r++) {
@@ -197,6 +265,27 @@ static void twoRanks(void **state) {
     assert_int_equal(live(), 0);
     assert_int_equal(ncclLive, 0);
   }
+}
+
+static void severalDomains(void **state) {
+  (void)state;
+  apart = 1;
+  assert_int_equal(everywhere(lifeApart), 0);
+  assert_int_equal(everywhere(lifeByItsHeaders), 0);
+  failDevComm = 1;
+  expectedError = "device communicator: NCCL: fake error";
+  assert_int_equal(everywhere(lifeApart), 0);
+  failDevComm = -1;
+#ifdef EP_FAKE_NCCL_230
+  ginType = 0;
+  expectedError = "NCCL_RMA_PLUGIN=ep";
+  assert_int_equal(everywhere(lifeApart), 0);
+  ginType = 2;
+#endif
+  expectedError = NULL;
+  apart = 0;
+  assert_int_equal(live(), 0);
+  assert_int_equal(ncclLive, 0);
 }
 
 static void noWindow(void **state) {
@@ -226,7 +315,7 @@ static void wrongWindow(void **state) {
 /* One rank alone, and every driver call of its life failing in turn. */
 static void anyCallFails(void **state) {
   (void)state;
-  struct ncclComm comm = {0, 1, &theWorld};
+  struct ncclComm comm = {0, 1, &theWorld, 0};
   int n;
   (void)setenv("NCCL_EP_DEBUG", "NONE", 1);
   for (n = 1; n < 500; n++) {
@@ -269,7 +358,7 @@ static void anyCallFails(void **state) {
 
 static void refusals(void **state) {
   (void)state;
-  struct ncclComm comm = {0, 1, &theWorld};
+  struct ncclComm comm = {0, 1, &theWorld, 0};
   epBackend *be = NULL;
   ncclEpAllocConfig_t half = {0};
   assert_int_equal(epCudaBackendOpen(NULL, NULL, &be), ncclInvalidArgument);
@@ -285,7 +374,7 @@ static void refusals(void **state) {
 /* A peer that never joins: the wait ends, and nothing that would wait for the device is called afterwards. */
 static void peersThatStayAway(void **state) {
   (void)state;
-  struct ncclComm comm = {0, 1, &theWorld};
+  struct ncclComm comm = {0, 1, &theWorld, 0};
   epBackend *be = NULL;
   void *dev = NULL;
   int word = 1, all = 0;
@@ -312,7 +401,7 @@ static void peersThatStayAway(void **state) {
 /* What operations ask of the driver, call after call: nothing more than it takes, and the right answer. */
 static void fewDriverCalls(void **state) {
   (void)state;
-  struct ncclComm comm = {0, 1, &theWorld};
+  struct ncclComm comm = {0, 1, &theWorld, 0};
   epBackend *be = NULL;
   void *dev = NULL, *context = NULL;
   int yes = -1, capturing = -1;
@@ -468,7 +557,7 @@ static void layerOnce(ncclEpGroup_t g, ncclEpLayout_t layout) {
  * nothing is compiled any more after ncclEpPrepare. */
 static void kernelsAhead(void **state) {
   static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_FLAT, NCCL_EP_LAYOUT_RANK_MAJOR, NCCL_EP_LAYOUT_EXPERT_MAJOR};
-  struct ncclComm comm = {0, 1, &theWorld};
+  struct ncclComm comm = {0, 1, &theWorld, 0};
   void *context = NULL;
   int version = 0;
   (void)state;
@@ -531,7 +620,7 @@ static void kernelsAhead(void **state) {
 /* A dispatch that makes the routing record itself, inside a capture: refused in one line until it is compiled, which leaves
  * the update pending; then recorded. And the library expects what follows it. */
 static void borrowedInCapture(void **state) {
-  struct ncclComm comm = {0, 1, &theWorld};
+  struct ncclComm comm = {0, 1, &theWorld, 0};
   ncclEpGroupConfig_t config = layerConfig(0);
   ncclEpPrepareConfig_t prepare = layerPrepare(NCCL_EP_LAYOUT_EXPERT_MAJOR);
   ncclEpGroup_t g = NULL;
@@ -595,10 +684,11 @@ static void borrowedInCapture(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(twoRanks),       cmocka_unit_test(noWindow),     cmocka_unit_test(wrongWindow),
-      cmocka_unit_test(anyCallFails),   cmocka_unit_test(refusals),     cmocka_unit_test(peersThatStayAway),
-      cmocka_unit_test(fewDriverCalls), cmocka_unit_test(kernelsAhead), cmocka_unit_test(borrowedInCapture)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(twoRanks),          cmocka_unit_test(severalDomains),
+                                     cmocka_unit_test(noWindow),          cmocka_unit_test(wrongWindow),
+                                     cmocka_unit_test(anyCallFails),      cmocka_unit_test(refusals),
+                                     cmocka_unit_test(peersThatStayAway), cmocka_unit_test(fewDriverCalls),
+                                     cmocka_unit_test(kernelsAhead),      cmocka_unit_test(borrowedInCapture)};
   epJit *jit;
   void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (lib) {

@@ -1,6 +1,6 @@
 /* An NCCL that is none: ranks are threads of this process, windows are shared memory mapped where NCCL would map them.
  * Linked into the backend's test, which exports these names, and a library of its own for the tools. Versions 2.28 and
- * 2.29 (EP_FAKE_NCCL_229) tell peer addresses differently. */
+ * 2.30 (EP_FAKE_NCCL_230) tell peer addresses differently, and take other requests for device communicators. */
 #include "fake_nccl.h"
 
 #include <stdint.h>
@@ -13,6 +13,7 @@
 #define NCCL_EP_NO_CUDA_HEADERS /* NCCL's own names are declared below */
 #endif
 #include "cuda_nccl.h"
+#include "nccl_abi.h"
 
 /* What the library reads of it on 2.28 */
 struct ncclWindow_vidmem {
@@ -26,7 +27,8 @@ struct ncclWindow_vidmem {
 
 world theWorld;
 _Thread_local struct ncclComm *mine;
-int failMemAlloc = -1, noSymmetric, wrongAddress;
+int failMemAlloc = -1, noSymmetric, wrongAddress, ginType = 2, failDevComm = -1;
+fakeGin askedFor[RANKS];
 atomic_int ncclLive;
 static int memFd[RANKS] = {-1, -1};
 
@@ -40,8 +42,8 @@ int fakeNcclStart(void) {
   type name(__VA_ARGS__)
 
 API(ncclResult_t, ncclGetVersion, int *version) {
-#ifdef EP_FAKE_NCCL_229
-  *version = 22901;
+#ifdef EP_FAKE_NCCL_230
+  *version = 23007;
 #else
   *version = 22809;
 #endif
@@ -68,7 +70,9 @@ API(ncclResult_t, ncclCommUserRank, const ncclComm_t comm, int *rank) {
   *rank = comm->rank;
   return ncclSuccess;
 }
-API(epNcclTeam, ncclTeamLsa, ncclComm_t comm) { return (epNcclTeam){comm->ranks, comm->rank, 1}; }
+API(epNcclTeam, ncclTeamLsa, ncclComm_t comm) {
+  return comm->apart ? (epNcclTeam){1, 0, 1} : (epNcclTeam){comm->ranks, comm->rank, 1};
+}
 API(ncclResult_t, ncclAllGather, const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
     cudaStream_t stream) {
   world *w = comm->world;
@@ -112,6 +116,7 @@ API(ncclResult_t, ncclCommWindowRegister, ncclComm_t comm, void *buffer, size_t 
   if (!w) return ncclSystemError;
   *w = (struct ncclWindow_vidmem){w, comm->world->flat + *used, comm->rank, comm->rank, 1, buffer, bytes};
   *used += WINDOW_BYTES;
+  if (comm->apart) w->lsaFlatBase = at, w->lsaRank = 0;
   if (wrongAddress == 1) w->lsaFlatBase += 4096;
   if (wrongAddress == 2 && comm->rank == 1) {
     w->lsaFlatBase = at;
@@ -132,7 +137,7 @@ int fakeWindowOpen(struct ncclComm *comm, void *buffer, size_t bytes, ncclWindow
   return ncclCommWindowRegister(comm, buffer, bytes, window, EP_NCCL_WIN_COLL_SYMMETRIC);
 }
 int fakeWindowClose(struct ncclComm *comm, ncclWindow_t window) { return ncclCommWindowDeregister(comm, window); }
-#ifdef EP_FAKE_NCCL_229
+#ifdef EP_FAKE_NCCL_230
 API(ncclResult_t, ncclGetLsaDevicePointer, ncclWindow_t window, size_t offset, int rank, void **out) {
   if (offset >= window->bytes) return ncclInvalidArgument;
   *out = window->lsaFlatBase + ((size_t)window->stride4G << 32) * (size_t)rank + offset;
@@ -144,6 +149,42 @@ API(ncclResult_t, ncclWinGetUserPtr, ncclComm_t comm, ncclWindow_t window, void 
   return ncclSuccess;
 }
 #endif
+
+#ifdef EP_FAKE_NCCL_230
+API(ncclResult_t, ncclCommQueryProperties, ncclComm_t comm, void *properties) {
+  epNcclProperties *p = properties;
+  if (p->magic != EP_NCCL_MAGIC || p->size != EP_NCCL_PROPERTIES_BYTES(p->version)) return ncclInvalidUsage;
+  p->deviceApi = true;
+  p->ginType = ginType;
+  p->lsaTeams = comm->apart ? comm->ranks : 1;
+  return ncclSuccess;
+}
+#endif
+API(ncclResult_t, ncclDevCommCreate, ncclComm_t comm, const void *request, void *devComm) {
+#ifdef EP_FAKE_NCCL_230
+  const epNcclRequest *q = request;
+  int version = (int)q->version;
+  askedFor[comm->rank] = (fakeGin){q->contexts, q->signals, q->connection, q->strongSignals, q->vaSignals, version};
+  if (q->magic != EP_NCCL_MAGIC || q->size != EP_NCCL_REQUEST_BYTES(version) || q->trafficClass != EP_NCCL_UNSET ||
+      q->forceEnable || q->barriers || q->counters)
+    return ncclInvalidUsage;
+#else
+  const epNcclRequest228 *q = request;
+  int version = 22809;
+  askedFor[comm->rank] = (fakeGin){q->contexts, q->signals, q->forceEnable, 1, 0, version};
+#endif
+  pthread_barrier_wait(&comm->world->barrier);
+  if (comm->rank == failDevComm) return ncclSystemError;
+  memset(devComm, 0x5c, (size_t)EP_NCCL_COMM_BYTES(version));
+  ncclLive++;
+  return ncclSuccess;
+}
+API(ncclResult_t, ncclDevCommDestroy, ncclComm_t comm, const void *devComm) {
+  (void)comm;
+  if (*(const unsigned char *)devComm != 0x5c) return ncclInvalidArgument;
+  ncclLive--;
+  return ncclSuccess;
+}
 
 /* ---- What the tools call besides ----------------------------------------------------------------------------------- */
 
@@ -166,7 +207,7 @@ API(ncclResult_t, ncclCommInitRank, ncclComm_t *comm, int ranks, ncclUniqueId id
   if (ranks != RANKS || !started) return ncclInvalidArgument;
   *comm = calloc(1, sizeof(**comm));
   if (!*comm) return ncclSystemError;
-  **comm = (struct ncclComm){rank, ranks, &theWorld};
+  **comm = (struct ncclComm){rank, ranks, &theWorld, 0};
   return ncclSuccess;
 }
 API(ncclResult_t, ncclCommDestroy, ncclComm_t comm) {

@@ -18,6 +18,7 @@ typedef struct world {
 struct ncclComm {
   int rank, ranks;
   world *world;
+  int apart; /* each rank is a scale-up domain */
 };
 
 extern world theWorld;
@@ -29,6 +30,13 @@ extern atomic_int ncclLive; /* memory and windows */
 struct ncclWindow_vidmem;
 int fakeWindowOpen(struct ncclComm *comm, void *buffer, size_t bytes, struct ncclWindow_vidmem **window);
 int fakeWindowClose(struct ncclComm *comm, struct ncclWindow_vidmem *window);
+
+/* Device communicators: what the last one of each rank was asked for, what NCCL says of the network, and who fails. */
+typedef struct fakeGin {
+  int contexts, signals, connection, strong, va, version;
+} fakeGin;
+extern fakeGin askedFor[RANKS];
+extern int ginType, failDevComm;
 
 /* Address space for the windows; 0: there is none. */
 int fakeNcclStart(void);
