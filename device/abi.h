@@ -162,8 +162,8 @@ EP_HD uint32_t epUpdateSmem(const epConfig *c) {
 /* dispatch and combine: the verdict word, the mbarriers between senders and their signaller, the tickets it deals, two mbarriers a sender, the
  * window addresses, rows and first flat rows of all ranks; then two stages a sender, so that one is loaded while the other is stored. The block's last
  * warp is the signaller and has no stage. */
-#define EP_ROUNDS_A_FENCE 4u                    /* of a signaller, at most */
-#define EP_SIGNAL_DEPTH (2 * EP_ROUNDS_A_FENCE) /* rounds that senders may be ahead of their signaller */
+#define EP_ROUNDS_A_FENCE 6u                    /* of a signaller, at most */
+#define EP_SIGNAL_DEPTH (EP_ROUNDS_A_FENCE + 2) /* rounds that senders may be ahead of their signaller */
 EP_HD uint32_t epSenders(uint32_t threads) { return threads / 32 - 1; }
 /* 16 bytes stay free behind the mbarriers: compute-sanitizer's racecheck takes one for more than its 8 bytes */
 #define EP_DEALT (2 * EP_SIGNAL_DEPTH) /* rounds whose tickets are kept */

@@ -395,9 +395,11 @@ DEV void ep_combine_signal(const C c, const epCombineArgs &a, const epPipe &q, u
   uint32_t senders = epSenders(c.threads), most = ep_rounds_a_fence(a.pushBlocks, rounds), n;
   for (uint32_t r = 0;; r += n) {
     for (n = 0; n < most; n++) {
-      if (ep_ticket(c, a.pushBlocks, r + n) >= rounds) break;
+      uint32_t ticket = ep_ticket(c, a.pushBlocks, r + n);
+      if (ticket >= rounds) break;
       if (p::lane() == 0) ep_deal(a.group, a.pushBlocks, r + n + EP_DEAL_AHEAD, rounds);
       ep_signal_landed(c, r + n);
+      if (ep_round_is_late(a.pushBlocks, rounds, ticket)) most = 1;
     }
     if (n == 0) break;
     ep_signal_begin(c);
@@ -517,9 +519,9 @@ DEV void ep_reduce_job(const C c, const epCombineArgs &a, const epPipe &q, const
   if (c.single) job.sum.local = 0; /* its slots enter like all others */
   job.sum.localAt = job.sum.local ? localAt : 0;
   job.sum.last = job.sum.localAt | remote;
-  job.sum.address =
-      owner == me ? ep_combine_address(c, a, mine)
-                  : (uint64_t)(sent ? ep_stage_row(a.group, q, me, owner, staged + (c.single ? l : 0)) : nullptr);
+  job.sum.address = owner == me
+                        ? ep_combine_address(c, a, mine)
+                        : (uint64_t)(sent ? ep_stage_row(a.group, q, me, owner, staged + (c.single ? l : 0)) : nullptr);
   job.to = a.outTokens + (uint64_t)t * c.rowBytes;
   job.bias[0] = c.bias > 0 ? a.bias[0] + (uint64_t)t * c.rowBytes : nullptr;
   job.bias[1] = c.bias > 1 ? a.bias[1] + (uint64_t)t * c.rowBytes : nullptr;

@@ -303,6 +303,7 @@ DEV void ep_dispatch_signal(const C c, const epDispatchArgs &a, const epPipe &q,
       if (l == 0) ep_deal(a.group, a.pushBlocks, r + n + EP_DEAL_AHEAD, rounds);
       if (n == 0) ep_signal_owners(c, a, tokens, (ticket * senders + l) * size, l < senders, owner);
       ep_signal_landed(c, r + n);
+      if (ep_round_is_late(a.pushBlocks, rounds, ticket)) most = 1;
     }
     if (n == 0) break;
     ep_signal_begin(c);
@@ -552,8 +553,12 @@ template <class C> DEV void ep_direct_epilogue(const C c, const epDispatchArgs &
     uint32_t s = (me + i) % c.ranks, j = i / c.ranks * 32 + l, token = 0, seen = 0;
     uint32_t pos = ep_first_row(c, q, s) + j;
     bool there = j < ep_rows(c, q, s), ok = true;
+    /* all of a row's entries, then all of its weights: each alone would be a trip to memory */
     const uint32_t *meta = ep_record_meta(c, a.group, a.recordLayout, a.record, s, there ? j : 0);
+    uint32_t entry[EP_MAX_TOPK];
     if (there) token = p::ldg<uint32_t>(meta);
+#pragma unroll
+    for (uint32_t k = 0; k < c.topk; k++) entry[k] = there ? p::ldg<uint32_t>(meta + 1 + k) : EP_NONE;
     const uint32_t *flag = ep_flag(a.group, q, me, s, token / epChunkRows(c.rowBytes));
     /* rows come about in order: while the last has not, one lane looks */
     uint32_t rows = p::ballot(p::FULL, there);
@@ -566,13 +571,16 @@ template <class C> DEV void ep_direct_epilogue(const C c, const epDispatchArgs &
     bool direct = there && (seen & EP_DIRECT) != 0, fits = direct && pos < a.capacity;
     const uint8_t *tail = s == me ? nullptr : ep_stage_row(a.group, q, me, s, token) + c.rowBytes;
     const float *weights = s == me ? a.weights + (uint64_t)token * c.topk : (const float *)tail;
+    float weight[EP_MAX_TOPK];
+#pragma unroll
+    for (uint32_t k = 0; k < c.topk; k++)
+      weight[k] = c.weights && fits && entry[k] != EP_NONE ? p::ldg<float>(weights + k) : 0.0f;
 #pragma unroll
     for (uint32_t k = 0; k < c.topk; k++) {
-      if (!fits) continue;
-      uint32_t entry = p::ldg<uint32_t>(meta + 1 + k);
       uint64_t at = (uint64_t)pos * c.topk + k;
-      if (a.outIdx) p::stg<int64_t>(a.outIdx + at, entry == EP_NONE ? -1 : (int64_t)(ids + EP_ENTRY_EXPERT(entry)));
-      if (c.weights) p::stg<float>(a.outWeights + at, entry == EP_NONE ? 0.0f : p::ldg<float>(weights + k));
+      if (fits && a.outIdx)
+        p::stg<int64_t>(a.outIdx + at, entry[k] == EP_NONE ? -1 : (int64_t)(ids + EP_ENTRY_EXPERT(entry[k])));
+      if (fits && c.weights) p::stg<float>(a.outWeights + at, weight[k]);
     }
     for (uint32_t m = c.scaleBytes ? p::ballot(p::FULL, fits) : 0; m; m &= m - 1) {
       epArrival r = {};

@@ -143,11 +143,15 @@ DEV void ep_post(uint32_t round) {
   }
 }
 
-/* Rounds that one fence covers. A block of few senders goes through many rounds, and a fence for each would have something on the
- * link at all times; flags wait for the last round of their fence, so never for more than a sixteenth of the block's. */
+/* Rounds that one fence covers. A block of few senders goes through many rounds, and with a fence for each there would be one on its
+ * way at all times, at which the SM's stores queue. The flags of a fence wait for its last round: the last rounds of all have
+ * a fence each. */
 DEV uint32_t ep_rounds_a_fence(uint32_t pushBlocks, uint32_t rounds) {
-  uint32_t n = rounds / pushBlocks / 16;
+  uint32_t n = rounds / pushBlocks / 12;
   return n < 1 ? 1 : n > EP_ROUNDS_A_FENCE ? EP_ROUNDS_A_FENCE : n;
+}
+DEV bool ep_round_is_late(uint32_t pushBlocks, uint32_t rounds, uint32_t ticket) {
+  return ticket + 2 * pushBlocks >= rounds;
 }
 
 /* Signaller: all rows of a round have landed. */
