@@ -331,7 +331,7 @@ DEV void ep_push_job(const C c, const epCombineArgs &a, const epPipe &q, const e
 template <class C>
 DEV void ep_combine_push(const C c, const epCombineArgs &a, epPipe &q, epPushList &list, epPushRow &row,
                          epPushRow &ahead, uint32_t gen) {
-  uint32_t posted = 0, offset = 0;
+  uint32_t posted = 0, offset = 0, depth = ep_rounds_ahead(a.pushBlocks, list.rounds);
   epJob job, next;
   auto look = [&] { /* after the loads of a job: their fence would wait for these */
                     row = ahead;
@@ -382,10 +382,10 @@ DEV void ep_combine_push(const C c, const epCombineArgs &a, epPipe &q, epPushLis
       ep_stores_landed<2>(c);
     else
       ep_stores_landed<3>(c);
-    for (; posted < job.round; posted++) ep_post(posted);
+    for (; posted < job.round; posted++) ep_post(posted, depth);
   }
   ep_stores_landed<0>(c);
-  for (; posted < list.round; posted++) ep_post(posted);
+  for (; posted < list.round; posted++) ep_post(posted, depth);
 }
 
 /* Signaller: lane w raises the flag of sender w's run. */

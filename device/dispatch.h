@@ -228,7 +228,7 @@ template <class C> DEV void ep_push_begin(const C c, const epDispatchArgs &a, co
 
 template <class C> DEV void ep_dispatch_push(const C c, const epDispatchArgs &a, epPipe &q, epPush &s) {
   epChunk next;
-  uint32_t r = 0;
+  uint32_t r = 0, ahead = ep_rounds_ahead(a.pushBlocks, s.rounds);
   for (; s.ticket < s.rounds; r++, s.now = next) {
     next = s.ahead;
     s.ticket = s.nextTicket;
@@ -247,13 +247,13 @@ template <class C> DEV void ep_dispatch_push(const C c, const epDispatchArgs &a,
     ep_chunk_send(c, a, q, r, s.now, s.outputs);
     if (r) {
       ep_stores_landed<1>(c);
-      ep_post(r - 1);
+      ep_post(r - 1, ahead);
     }
     if (c.direct && p::lane() == 0) p::sts<uint32_t>(ep_went(c, r, p::warp()), s.now.direct);
   }
   if (c.bulk && r) {
     ep_stores_landed<0>(c);
-    ep_post(r - 1);
+    ep_post(r - 1, ahead);
   }
 }
 

@@ -135,23 +135,27 @@ DEV uint32_t ep_draw(const epGroupArgs &g, epDraw &d) {
   return item;
 }
 
-/* Sender, whole warp: what it stored in round `round` and before has landed. */
-DEV void ep_post(uint32_t round) {
-  if (p::lane() == 0) {
-    if (round >= EP_SIGNAL_DEPTH) p::mbar_wait(ep_signalled_bar(round), ep_round_parity(round - EP_SIGNAL_DEPTH));
-    p::mbar_arrive(ep_landed_bar(round));
-  }
-}
-
 /* Rounds that one fence covers. A block of few senders goes through many rounds, and with a fence for each there would be one on its
- * way at all times, at which the SM's stores queue. The flags of a fence wait for its last round: the last rounds of all have
- * a fence each. */
+ * way at all times, at which the SM's stores queue. The flags of a fence wait for its last round, so the last rounds of all
+ * have a fence each, and so has everything where there are fewer than some fifty rounds. */
 DEV uint32_t ep_rounds_a_fence(uint32_t pushBlocks, uint32_t rounds) {
   uint32_t n = rounds / pushBlocks / 12;
-  return n < 1 ? 1 : n > EP_ROUNDS_A_FENCE ? EP_ROUNDS_A_FENCE : n;
+  return n < 4 ? 1 : n > EP_ROUNDS_A_FENCE ? EP_ROUNDS_A_FENCE : n;
+}
+/* Rounds that senders may be ahead of their signaller: no more than help, so that blocks stay together. */
+DEV uint32_t ep_rounds_ahead(uint32_t pushBlocks, uint32_t rounds) {
+  return ep_rounds_a_fence(pushBlocks, rounds) > 1 ? EP_SIGNAL_DEPTH : EP_SIGNAL_DEPTH / 2;
 }
 DEV bool ep_round_is_late(uint32_t pushBlocks, uint32_t rounds, uint32_t ticket) {
   return ticket + 2 * pushBlocks >= rounds;
+}
+
+/* Sender, whole warp: what it stored in round `round` and before has landed. */
+DEV void ep_post(uint32_t round, uint32_t ahead) {
+  if (p::lane() == 0) {
+    if (round >= ahead) p::mbar_wait(ep_signalled_bar(round - ahead), ep_round_parity(round - ahead));
+    p::mbar_arrive(ep_landed_bar(round));
+  }
 }
 
 /* Signaller: all rows of a round have landed. */

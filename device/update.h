@@ -361,7 +361,7 @@ template <class C> DEV void ep_update_replies(const C c, const epUpdateArgs &a, 
 }
 
 /* All blocks: meta rows of every source -> record. Loads in flight together: each is a trip to the L2. */
-#define EP_META_AT_ONCE 4u
+#define EP_META_AT_ONCE 8u
 template <class C> DEV void ep_update_copy_meta(const C c, const epUpdateArgs &a, uint32_t gen) {
   uint32_t locals = c.experts / c.ranks, me = a.group.rank, width = 1 + c.topk;
   const uint32_t *flags = (const uint32_t *)(ep_window(a.group, me) + a.group.window.metaFlags);

@@ -16,7 +16,7 @@
 #define EP_PUSH_BLOCKS_COMBINE_FLAT 28u
 /* Into the peers' outputs senders store all rows, this rank's own too, and the epilogue is left with weights, indices, scales
  * and what comes staged: an eighth of the blocks, two at least so that one can be routing and one waiting. */
-#define EP_PUSH_BLOCKS_DIRECT 36u
+#define EP_PUSH_BLOCKS_DIRECT 28u
 /* With all SMs staging is as fast (T = 4096 and 8192: 185 and 347 us for 189 and 350), with 16 slower (699 for 508). */
 #define EP_DIRECT_MOST_SMS 64u
 #define EP_DIRECT_RECEIVERS(blocks) ((blocks) / 8 > 2 ? (blocks) / 8 : 2)
@@ -28,7 +28,7 @@
 /* Few large blocks: each reads the histograms of all before it, so more blocks cost more than they save. 128 tokens are
  * 8 a warp. */
 #define EP_UPDATE_TOKENS_A_BLOCK 128u
-#define EP_FUSED_TOKENS_A_BLOCK 64u     /* inside a dispatch, whose blocks have half as many warps */
+#define EP_FUSED_TOKENS_A_BLOCK 64u /* inside a dispatch, whose blocks have half as many warps */
 /* Fewer blocks of receivers are slower at the record than all blocks in a launch of its own (16 SMs, T = 8192: 762 and 699 us). */
 #define EP_FUSED_RECEIVERS 16u
 #define EP_EMU_UPDATE_TOKENS_A_BLOCK 8u /* there blocks are for meeting each other */
@@ -42,8 +42,11 @@ unsigned epPolicySms(const epTopology *topology, unsigned limit) {
   return limit ? least(limit, all) : all;
 }
 
-ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t tokens, epConfig *config, epGrid *grid) {
+ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t most, uint32_t tokens, epConfig *config,
+                            epGrid *grid) {
   unsigned warps = topology->arch ? EP_UPDATE_THREADS / 32 : EP_EMU_WARPS;
+  /* Few SMs: wider blocks instead of more of them. By what the group may see, so that all batches share a kernel. */
+  if (topology->arch && topology->scaleOutRanks <= 1 && most > sms * EP_UPDATE_TOKENS_A_BLOCK) warps *= 2;
   config->bulk = 0; /* update moves no rows */
   config->scaleUp = topology->scaleOutRanks > 1 ? (uint32_t)topology->scaleUpRanks : 0;
   /* Each warp has a histogram of all experts and ranks in shared memory. */
