@@ -93,8 +93,11 @@ static ncclResult_t epTensorResolve(epArgName name, epBackend *be, const ncclEpT
     return epFail(ncclInvalidArgument, "%s: %s has neither data nor a window: expected device memory", name.call,
                   name.tensor);
   if ((uintptr_t)address % align)
-    return epFail(ncclInvalidArgument, "%s: %s is at %p: expected an address that is a multiple of %u", name.call,
-                  name.tensor, address, align);
+    return t->data ? epFail(ncclInvalidArgument, "%s: %s is at %p: expected an address that is a multiple of %u",
+                            name.call, name.tensor, address, align)
+                   : epFail(ncclInvalidArgument,
+                            "%s: %s.win_offset is %llu: expected the window's address and it to make a multiple of %u",
+                            name.call, name.tensor, (unsigned long long)t->win_offset, align);
   r = be->ops->isDeviceAddress(be, address, &yes);
   if (r != ncclSuccess) return r;
   if (!yes)

@@ -537,6 +537,8 @@ void epBenchFree(epBenchOptions *o) {
 int epBenchCases(const epBenchOptions *o, epBenchCase *cases, unsigned *count) {
   static const char *const wanted = "expected LAYOUT:TOKENS,..., for example flat:4096,rank-major:128";
   const char *at = o->compareText;
+  if (at && o->algo >= 0)
+    return epToolFail("--compare=%s: --algo is given: expected none, as each case's layout says its algorithm", at);
   for (*count = 0; at; (*count)++) {
     epBenchCase *c = &cases[*count];
     const char *colon = strchr(at, ':'), *comma = strchr(at, ',');

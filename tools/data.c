@@ -161,7 +161,7 @@ static void drawRow(generator *g, const epRouteSpec *spec, uint64_t seed, uint32
 static int checkSpec(const epRouteSpec *spec) {
   if (spec->topk < 1 || spec->topk > 32) return epToolFail("--topk %u: expected 1 to 32", spec->topk);
   if ((spec->kind == EP_ROUTE_UNIFORM || spec->kind == EP_ROUTE_ZIPF) && spec->topk > spec->experts)
-    return epToolFail("--topk %u: a token cannot select more than the %u experts there are (use --routing repeated)",
+    return epToolFail("--topk %u: a token cannot select more than the %u experts there are, unless it repeats some",
                       spec->topk, spec->experts);
   if (spec->kind == EP_ROUTE_GROUPED && (spec->experts % 8 || spec->topk > spec->experts / 2))
     return epToolFail(
