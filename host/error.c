@@ -8,6 +8,8 @@
 #include "runtime.h"
 
 enum { EP_SEEN_INDEX = 1, EP_SEEN_OVERFLOW = 2 };
+/* Why the group is lost: EP_ERR_* of a kernel, or that rows overflowed where overflow_policy says that it must not be. */
+enum { EP_LOST_OVERFLOW = 100 };
 
 static uint32_t epShared(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
@@ -45,6 +47,12 @@ static void epLostText(const struct ncclEpGroup *g, const epErrorRecord *e, char
              e->seen & 1 ? "expert-major" : "flat");
     return;
   }
+  if (e->code == EP_LOST_OVERFLOW) {
+    snprintf(text, bytes,
+             "rank %d: a routing needs %u rows, more than %s, and overflow_policy is NCCL_EP_OVERFLOW_TRAP",
+             g->topology.rank, e->overflowNeeded, g->budget ? "max_recv_tokens_per_rank" : "the outputs had");
+    return;
+  }
   snprintf(text, bytes, "rank %d %s in %s, waiting for rank %u: expected generation %u, seen %u (timeout %llu ms)",
            g->topology.rank, e->code == EP_ERR_ABORT ? "was aborted" : "timed out", epPhaseName(e->phase), e->peer,
            e->expected, e->seen, (unsigned long long)(g->config.timeout_ns / 1000000));
@@ -79,6 +87,11 @@ static void epOverflowText(const struct ncclEpGroup *g, uint32_t needed, char *t
              needed);
 }
 
+/* In low latency the policy means nothing, as in NVIDIA's: places are fixed. */
+static int epOverflowLoses(const struct ncclEpGroup *g) {
+  return g->config.overflow_policy == NCCL_EP_OVERFLOW_TRAP && !epIsLl(g);
+}
+
 /* Looks at the record; what is new goes to the log once. Caller holds the lock. */
 static void epGroupLook(struct ncclEpGroup *g) {
   epErrorRecord *e = &g->shared->error;
@@ -88,6 +101,11 @@ static void epGroupLook(struct ncclEpGroup *g) {
     __atomic_store_n(&g->lost, 1, __ATOMIC_RELEASE);
     epLostText(g, e, text, sizeof text);
     epLog(EP_LOG_WARN, "group %p: %s", (void *)g, text);
+  }
+  if (!g->lost && epOverflowLoses(g) && epShared(&e->overflowNeeded)) {
+    g->lostBy = *e;
+    g->lostBy.code = EP_LOST_OVERFLOW;
+    __atomic_store_n(&g->lost, 1, __ATOMIC_RELEASE);
   }
   if (!(g->reported & EP_SEEN_INDEX) && epShared(&e->badIndexCode)) {
     g->reported |= EP_SEEN_INDEX;

@@ -15,9 +15,6 @@ static ncclResult_t epGroupConfigSupported(const ncclEpGroupConfig_t *c, const e
                   "%s: zero_copy NCCL_EP_ZERO_COPY_ON is not supported yet in low latency, across scale-up domains and "
                   "for more than %u ranks: expected AUTO or OFF",
                   call, EP_MAX_DIRECT);
-  if (c->overflow_policy == NCCL_EP_OVERFLOW_TRAP)
-    return epFail(ncclInvalidUsage,
-                  "%s: overflow_policy NCCL_EP_OVERFLOW_TRAP is not supported yet: expected AUTO or DROP", call);
   return ncclSuccess;
 }
 

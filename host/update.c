@@ -44,8 +44,8 @@ static ncclResult_t epUpdateCounters(const char *call, const struct ncclEpHandle
   ncclResult_t r;
   if (info->src_rank_counters)
     return epFail(ncclInvalidUsage,
-                  "%s: layout_info.src_rank_counters is given: not supported yet (it belongs to low latency); "
-                  "ncclEpGetHostCounts has rows per source rank",
+                  "%s: layout_info.src_rank_counters is given: expected NULL in high throughput, where "
+                  "ncclEpGetHostCounts has the rows of each source rank",
                   call);
   if (info->expert_offsets && h->layout == NCCL_EP_LAYOUT_FLAT)
     return epFail(ncclInvalidArgument, "%s: layout_info.expert_offsets is given: expected NULL in the flat layout",

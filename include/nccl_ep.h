@@ -205,10 +205,11 @@ typedef enum {
 /* What happens when a rank must receive more rows than max_recv_tokens_per_rank. */
 typedef enum {
   /* Rows that fit, in output order, arrive exactly; the others are dropped, combine leaves them out, and the number
-   * needed is reported by counts and by ncclEpGetAsyncError. Unlike other implementations this one never traps unless
-   * asked. */
+   * needed is reported by counts and by ncclEpGetAsyncError. Unlike other implementations this one never traps. */
   NCCL_EP_OVERFLOW_AUTO = NCCL_EP_AUTO,
-  NCCL_EP_OVERFLOW_TRAP, /* end the CUDA context instead. Not supported yet */
+  /* As AUTO, and the group is lost on the ranks whose rows overflowed: each further call there is refused with
+   * ncclRemoteError. The CUDA context lives. Low latency, whose places are fixed, does not read it */
+  NCCL_EP_OVERFLOW_TRAP,
   NCCL_EP_OVERFLOW_DROP  /* as AUTO */
 } ncclEpOverflowPolicy_t;
 

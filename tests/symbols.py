@@ -2,6 +2,8 @@
 """What the built library shows to the loader: its exported symbols are the version map's and the headers' functions, and it
 needs no CUDA, NCCL or C++ library. Prints one line a check in cmocka's style."""
 import argparse
+import ctypes
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +53,23 @@ def banner(library):
     return re.search(rb"NCCL EP version \d+\.\d+\.\d+\+cuda\d+\.\d+", open(library, "rb").read())
 
 
+# What the loader of nccl4py and nccl-extensions binds, in a library that it opens by the link's name.
+BOUND = ("GetVersion TensorAlloc TensorDestroy CreateGroup GroupDestroy HandleMemSize InitHandle UpdateHandle CreateHandle "
+         "HandleDestroy Dispatch Combine Complete").split()
+
+
+def loaded(library):
+    """What is wrong with `libnccl_ep.so` beside the library, opened as that loader does, and with its banner's version."""
+    version, link = ctypes.c_int(), os.path.join(os.path.dirname(library), "libnccl_ep.so")
+    so = ctypes.CDLL(link, mode=os.RTLD_NOW)
+    wrong = {"ncclEp" + n for n in BOUND if not hasattr(so, "ncclEp" + n)}
+    if wrong or so.ncclEpGetVersion(ctypes.byref(version)) != 0:
+        return wrong | {"ncclEpGetVersion failed"}
+    v = version.value
+    text = b"NCCL EP version %d.%d.%d+" % (v // 10000, v // 100 % 100, v % 100)
+    return set() if banner(link).group().startswith(text) else {"the banner does not say " + text.decode()}
+
+
 def main():
     args = argparse.ArgumentParser()
     args.add_argument("--library", required=True)
@@ -66,6 +85,7 @@ def main():
         ("only libc is needed", needed(a.library) - LIBC),
         ("the soname is libnccl_ep.so.0", set() if "[libnccl_ep.so.0]" in run("readelf", "-d", a.library) else {"it is not"}),
         ("the version banner is there", set() if banner(a.library) else {"it is not"}),
+        ("Python loads it by its link and finds its functions", loaded(a.library)),
     ]
     wrong = [c for c in checks if c[1]]
     for name, bad in checks:

@@ -81,6 +81,44 @@ static void smallBudgetDropsTheRest(void **state) {
   }
 }
 
+/* Asked to, a rank whose rows overflow loses its group; cleared reports do not bring it back. */
+static void trapBody(epTestRank *me) {
+  const epRound *round = me->arg;
+  const epCase *c = round->c;
+  ncclEpGroupConfig_t config;
+  ncclEpHandle_t h = NULL;
+  epTestTensor topk;
+  int lost = round->ref->rank[me->rank].needed > c->budget;
+  epGroupConfigOf(c, &config);
+  config.overflow_policy = NCCL_EP_OVERFLOW_TRAP;
+  EXPECT_OK(me, ncclEpCreateGroup(&me->group, me->comm, &config));
+  if (!me->group) return;
+  epTensorMake(me, &topk, ncclInt64, 2, round->tokens[me->rank], c->topk, "topk_idx");
+  epTensorFill(me, &topk, round->idx[me->rank]);
+  EXPECT_OK(me, ncclEpCreateHandle(&h, me->group, c->layout, &topk.t, NULL, NULL, NULL));
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  for (int i = 0; lost && i < 2; i++) {
+    EXPECT_ERROR(me, ncclEpUpdateHandle(h, &topk.t, NULL, NULL), ncclRemoteError,
+                 "ncclEpUpdateHandle: the group is lost|needs|max_recv_tokens_per_rank|TRAP");
+    EXPECT_OK(me, ncclEpErrorClear(me->group));
+  }
+  if (!lost) epExpectNoAsyncError(me);
+  epTensorFree(me, &topk);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  epGroupFree(me);
+}
+
+static void overflowMayLoseTheGroup(void **state) {
+  (void)state;
+  epCase c = small(2, layouts[0]);
+  epRound round;
+  c.budget = 11;
+  epRoundMake(&round, &c, (uint32_t[]){8, 8}, pickRankZero, NULL);
+  assert_true(round.ref->rank[0].needed > c.budget && round.ref->rank[1].needed <= c.budget);
+  runWorlds(2, &round, trapBody);
+  epRoundFree(&round);
+}
+
 /* Eager: the output is a row short. */
 static void shortOutputBody(epTestRank *me) {
   const epRound *round = me->arg;
@@ -596,7 +634,7 @@ static void aFailedUpdateMovesNothing(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(smallBudgetDropsTheRest),
+      cmocka_unit_test(smallBudgetDropsTheRest), cmocka_unit_test(overflowMayLoseTheGroup),
       cmocka_unit_test(eagerNamesTheRowsNeeded),
       cmocka_unit_test(eagerSaysWhatWasDropped),
       cmocka_unit_test(badIdsSelectNothing),

@@ -404,7 +404,7 @@ static void configurationsAreChecked(void **state) {
   REFUSED(num_topk, 33, ncclInvalidArgument, "num_topk is 33");
   REFUSED(enable_mask, 1, ncclInvalidUsage, "enable_mask");
   REFUSED(zero_copy, (ncclEpZeroCopyMode_t)9, ncclInvalidArgument, "zero_copy is 9");
-  REFUSED(overflow_policy, NCCL_EP_OVERFLOW_TRAP, ncclInvalidUsage, "TRAP");
+  REFUSED(overflow_policy, (ncclEpOverflowPolicy_t)3, ncclInvalidArgument, "overflow_policy is 3");
   REFUSED(alloc.alloc_fn, (ncclEpAllocFn_t)(uintptr_t)state, ncclInvalidArgument, "alloc");
 #undef REFUSED
   c = groupConfig();
