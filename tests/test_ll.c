@@ -17,11 +17,14 @@
 
 static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_RANK_MAJOR, NCCL_EP_LAYOUT_EXPERT_MAJOR};
 
+enum { SPREAD = 0, ALL_TO_RANK_0, MIXED };
+
 /* What all ranks do: the same decisions, known to all. */
 typedef struct plan {
   uint32_t ranks, experts, topk, hidden, maxTokens, rounds;
   ncclEpLayout_t layout;
   int borrow;               /* updates borrow topk_idx */
+  int choice;               /* of experts: SPREAD with a few -1, ... */
   uint32_t scaleBytes;      /* of a row's scales, forwarded */
   ncclDataType_t byteType;  /* dispatch's rows are called bytes of this type, 0: BF16 */
   ncclDataType_t scaleType; /* 0: uint8 */
@@ -31,6 +34,9 @@ typedef struct plan {
 } plan;
 
 static int64_t pick(const plan *p, uint32_t n, uint32_t rank, uint32_t t, uint32_t k) {
+  static const int64_t mixed[4][4] = {{-1, -1, -1, -1}, {0, -1, 3, -1}, {-1, 1, -1, -1}, {0, 1, 2, 3}};
+  if (p->choice == ALL_TO_RANK_0) return (t + k) % (p->experts / p->ranks);
+  if (p->choice == MIXED) return mixed[(t + rank) % 4][k];
   uint32_t h = (n * 31 + rank) * 131 + t * 17 + k * 7;
   h = (h ^ h >> 5) * 2654435761u;
   return h >> 28 == 0 ? -1 : (int64_t)((h >> 8) % p->experts);
@@ -316,6 +322,59 @@ static void scales(void **state) {
       p.hidden = cases[i].hidden, p.scaleBytes = cases[i].scaleBytes;
       p.byteType = cases[i].byteType, p.scaleType = cases[i].scaleType;
       epTestWorld world = {.ranks = (int)p.ranks, .seed = 300 + i, .arg = &p};
+      epWorldRun(&world, streamedBody);
+      planFree(&p);
+    }
+}
+
+/* Sizes and routings that users of comparable libraries ran into: what test_cases.c has for high throughput. */
+static void casesFromTheField(void **state) {
+  (void)state;
+  static const struct {
+    uint32_t experts, topk, hidden, tokens[2][2], maxTokens;
+    int choice;
+    ncclDataType_t byteType;
+  } cases[] = {{8, 2, 64, {{5, 0}, {0, 5}}, 8, SPREAD, 0}, /* zero tokens */
+               {8, 2, 64, {{0, 0}, {3, 4}}, 8, SPREAD, 0},
+               {8, 2, 64, {{4, 4}, {4, 4}}, 4, ALL_TO_RANK_0, 0}, /* nothing received */
+               {8, 2, 8, {{1024, 7}, {63, 65}}, 1024, SPREAD, 0}, /* ragged */
+               {8, 2, 8, {{4095, 1}, {1, 127}}, 4095, SPREAD, 0},
+               {8, 2, 1024, {{3, 3}, {63, 63}}, 63, SPREAD, 0}, /* odd counts */
+               {4, 4, 64, {{4, 4}, {3, 4}}, 4, MIXED, 0},       /* -1 entries */
+               {64, 1, 8, {{4, 4}, {4, 3}}, 4, SPREAD, 0},      /* wide top-k, and such as do not divide a warp */
+               {64, 9, 8, {{4, 4}, {4, 3}}, 4, SPREAD, 0},
+               {64, 10, 8, {{4, 4}, {4, 3}}, 4, SPREAD, 0},
+               {64, 16, 8, {{4, 4}, {4, 3}}, 4, SPREAD, 0},
+               {64, 22, 8, {{4, 4}, {4, 3}}, 4, SPREAD, 0},
+               {64, 32, 8, {{4, 4}, {4, 3}}, 4, SPREAD, 0},
+               {32, 3, 8, {{128, 128}, {0, 128}}, 128, SPREAD, 0},
+               {32, 5, 8, {{128, 128}, {1, 128}}, 128, SPREAD, 0},
+               {32, 6, 8, {{32, 128}, {1, 0}}, 128, SPREAD, 0},
+               {32, 7, 8, {{32, 128}, {1, 0}}, 128, SPREAD, 0},
+               {32, 12, 8, {{32, 64}, {1, 0}}, 64, SPREAD, 0},
+               {8, 2, 136, {{3, 2}, {1, 0}}, 4, SPREAD, 0}, /* hidden sizes */
+               {8, 2, 2880, {{3, 2}, {1, 0}}, 4, SPREAD, 0},
+               {8, 2, 3072, {{3, 2}, {1, 0}}, 4, SPREAD, 0},
+               {8, 2, 3584, {{3, 2}, {1, 0}}, 4, SPREAD, 0},
+               {8, 2, 7168, {{3, 2}, {1, 0}}, 4, SPREAD, 0},
+               {8, 2, 16384, {{3, 2}, {1, 0}}, 4, SPREAD, 0},
+               {8, 2, 1440, {{3, 2}, {1, 0}}, 4, SPREAD, ncclFloat8e4m3}};
+  for (size_t l = 0; l < LENGTH(layouts); l++)
+    for (size_t i = 0; i < LENGTH(cases); i++) {
+      plan p = {.ranks = 2,
+                .experts = cases[i].experts,
+                .topk = cases[i].topk,
+                .hidden = cases[i].hidden,
+                .maxTokens = cases[i].maxTokens,
+                .rounds = 2,
+                .layout = layouts[l],
+                .borrow = (int)(i + l) % 2,
+                .choice = cases[i].choice,
+                .byteType = cases[i].byteType};
+      memcpy(p.tokens[0], cases[i].tokens[0], sizeof cases[i].tokens[0]);
+      memcpy(p.tokens[1], cases[i].tokens[1], sizeof cases[i].tokens[1]);
+      planMake(&p);
+      epTestWorld world = {.ranks = 2, .seed = 600 + i, .arg = &p};
       epWorldRun(&world, streamedBody);
       planFree(&p);
     }
@@ -683,8 +742,9 @@ static void planted(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(streamed), cmocka_unit_test(scales),  cmocka_unit_test(interleaved), cmocka_unit_test(moved),
-      cmocka_unit_test(reports),  cmocka_unit_test(refused), cmocka_unit_test(away),        cmocka_unit_test(planted),
+      cmocka_unit_test(streamed),    cmocka_unit_test(scales), cmocka_unit_test(casesFromTheField),
+      cmocka_unit_test(interleaved), cmocka_unit_test(moved),  cmocka_unit_test(reports),
+      cmocka_unit_test(refused),     cmocka_unit_test(away),   cmocka_unit_test(planted),
   };
   return cmocka_run_group_tests_name("low latency", tests, NULL, NULL);
 }
