@@ -95,4 +95,19 @@ void epForesee(const struct ncclEpGroup *g, int id, const epConfig *config, epWi
   epFailQuietly(0);
 }
 
+void epAheadOfHandle(struct ncclEpGroup *g, ncclEpLayout_t layout, uint32_t topk) {
+  ncclEpPrepareConfig_t p = NCCL_EP_PREPARE_CONFIG_INIT;
+  epWishes wishes;
+  int capturing = 1;
+  if (!epMayGuess(g) || g->be->ops->isCapturing(g->be, NULL, &capturing) != ncclSuccess || capturing) return;
+  p.layout = layout;
+  p.hidden = g->shape.maxRowBytes / 2;
+  p.top_k = topk;
+  p.dispatch_type = p.combine_type = ncclBfloat16;
+  p.index_type = ncclInt64;
+  epFailQuietly(1);
+  if (epPrepareWishes(g, &p, &wishes) == ncclSuccess) (void)epKernelCompileAll(g, &wishes);
+  epFailQuietly(0);
+}
+
 int epMayGuess(const struct ncclEpGroup *g) { return g->topology.arch && epCores() >= EP_GUESS_CORES; }

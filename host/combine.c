@@ -81,7 +81,7 @@ static ncclResult_t epCombineOutputs(const char *call, const struct ncclEpHandle
   if (r != ncclSuccess) return r;
   a->outTokens = dev;
   a->numTokens = (uint32_t)out->tokens->sizes[0];
-  if (!backward) return epTensorAbsent(weights, out->topk_weights, "the forward pass returns tokens only");
+  if (!backward) return ncclSuccess; /* outputs.topk_weights is left alone: NVIDIA's callers give it in every pass */
   r = epTensorCheck(weights, out->topk_weights, 2);
   if (r == ncclSuccess) r = epTensorType(weights, out->topk_weights, ncclFloat32);
   if (r == ncclSuccess) r = epTensorExtent(weights, out->topk_weights, 0, a->numTokens, "tokens");

@@ -9,11 +9,12 @@ static const char call[] = "ncclEpCreateGroup";
 /* What belongs to later versions of this library: refused by name, never pretended. */
 static ncclResult_t epGroupConfigSupported(const ncclEpGroupConfig_t *c, const epTopology *topology) {
   if (c->enable_mask) return epFail(ncclInvalidUsage, "%s: enable_mask is not supported yet: expected 0", call);
-  if (c->zero_copy == NCCL_EP_ZERO_COPY_ON &&
-      (c->algorithm == NCCL_EP_ALGO_LOW_LATENCY || topology->scaleOutRanks > 1 || topology->ranks > (int)EP_MAX_DIRECT))
+  /* Low latency's rows travel as units, whatever is asked for. */
+  if (c->zero_copy == NCCL_EP_ZERO_COPY_ON && c->algorithm != NCCL_EP_ALGO_LOW_LATENCY &&
+      (topology->scaleOutRanks > 1 || topology->ranks > (int)EP_MAX_DIRECT))
     return epFail(ncclInvalidUsage,
-                  "%s: zero_copy NCCL_EP_ZERO_COPY_ON is not supported yet in low latency, across scale-up domains and "
-                  "for more than %u ranks: expected AUTO or OFF",
+                  "%s: zero_copy NCCL_EP_ZERO_COPY_ON is not supported yet across scale-up domains and for more than %u "
+                  "ranks: expected AUTO or OFF",
                   call, EP_MAX_DIRECT);
   return ncclSuccess;
 }

@@ -148,7 +148,10 @@ ncclResult_t epHandleInit(ncclEpHandle_t *out, ncclEpGroup_t group, ncclEpLayout
   ncclResult_t r = epGroupFind(call, group);
   if (r == ncclSuccess && !out) r = epFail(ncclInvalidArgument, "%s: handle is NULL: expected room for a handle", call);
   if (r == ncclSuccess) r = epHandleCheck(call, group, layout, config, topk);
-  return r == ncclSuccess ? epHandleMake(call, out, group, layout, config, topk, 1, memory) : r;
+  if (r == ncclSuccess) r = epHandleMake(call, out, group, layout, config, topk, 1, memory);
+  /* In the caller's memory it may be made while something is captured. */
+  if (r == ncclSuccess && !memory && topk > 0) epAheadOfHandle(group, layout, (uint32_t)topk);
+  return r;
 }
 
 ncclResult_t epHandleCreate(ncclEpHandle_t *out, ncclEpGroup_t group, ncclEpLayout_t layout, const ncclEpTensor_t *topk,

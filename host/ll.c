@@ -364,8 +364,7 @@ static ncclResult_t combineTensors(const char *call, const struct ncclEpHandle *
   if (r != ncclSuccess) return r;
   a->outTokens = dev;
   a->numTokens = (uint32_t)out->tokens->sizes[0];
-  if (h->layout == NCCL_EP_LAYOUT_RANK_MAJOR)
-    return epTensorAbsent(weights, out->topk_weights, "the expert side applies the weights of dispatch");
+  if (h->layout == NCCL_EP_LAYOUT_RANK_MAJOR) return ncclSuccess; /* the expert side has applied dispatch's weights */
   return weightsCheck(weights, h, out->topk_weights, a->numTokens, &a->weights);
 }
 

@@ -144,6 +144,9 @@ ncclResult_t epKernelGet(const char *call, struct ncclEpGroup *group, int id, co
                          cudaStream_t stream, epKernel **out);
 /* The same without a stream, for ncclEpPrepare: all of them, several at once. */
 ncclResult_t epKernelCompileAll(struct ncclEpGroup *group, const epWishes *wishes);
+/* What a new handle will most likely launch: its first call may be under capture, when nothing can be compiled. A guess, and
+ * without a word where it cannot be done. */
+void epAheadOfHandle(struct ncclEpGroup *group, ncclEpLayout_t layout, uint32_t topk);
 /* Every launch of the high-throughput kernels: hybrid.c adds what theirs need. */
 ncclResult_t epLaunchKernel(struct ncclEpGroup *group, epKernel *kernel, const epLaunch *launch, cudaStream_t stream);
 ncclResult_t epRefuseCapture(const char *call, struct ncclEpGroup *group, cudaStream_t stream, const char *why);

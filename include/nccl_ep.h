@@ -246,7 +246,7 @@ typedef enum {
   NCCL_EP_ZERO_COPY_AUTO = NCCL_EP_AUTO, /* into those that can be written so, where it pays: with few SMs; else staged */
   NCCL_EP_ZERO_COPY_OFF,                 /* staging */
   NCCL_EP_ZERO_COPY_ON /* a dispatch whose outputs.tokens cannot be written so is refused (with more than one rank).
-                          Combine is as ever. Not supported yet in low latency and across scale-up domains */
+                          Combine is as ever. Not supported yet across scale-up domains; low latency does not read it */
 } ncclEpZeroCopyMode_t;
 
 /* Numbering of the expert ids that dispatch writes to its topk_idx output; -1 always means "not on this rank". */
@@ -540,7 +540,7 @@ typedef struct {
   ncclEpTensor_t *tokens;       /* required: [T, H], the input's type */
   ncclEpTensor_t *topk_weights; /* [T, K] FP32. Backward: receives each weight's gradient, 0 where the index was -1.
                                    Low latency, 3-D: required, and an INPUT: the weights that combine applies, as in
-                                   the original interface. Forbidden else */
+                                   the original interface. Else not read and left alone */
 } ncclEpCombineOutputs_t;
 #define NCCL_EP_COMBINE_OUTPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpCombineOutputs_t, NCCL_EP_MAGIC)
 #define NCCL_EP_COMBINE_OUTPUTS_SIZE ((unsigned int)sizeof(ncclEpCombineOutputs_t))
@@ -727,7 +727,7 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t 
  *
  * In low latency (forward pass) it follows a dispatch on the same routing; inputs are shaped as that dispatch's outputs.
  * 3-D expert-major takes the weights: outputs.topk_weights [T, K], which is required and read, never written.
- * Rank-major refuses it, as there the expert side has applied the weights. A slot enters its rank's sum by fused
+ * Rank-major leaves it alone, as there the expert side has applied the weights. A slot enters its rank's sum by fused
  * multiply-add with its weight; else sums, their order and their rounding are as above. */
 ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
                            const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,

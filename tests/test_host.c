@@ -410,8 +410,9 @@ static void configurationsAreChecked(void **state) {
   c = groupConfig();
   c.zero_copy = NCCL_EP_ZERO_COPY_ON;
   assert_int_equal(epGroupConfigCheck(&c, &t, &out, &shape), ncclSuccess);
-  c.algorithm = NCCL_EP_ALGO_LOW_LATENCY;
-  expectError(epGroupConfigCheck(&c, &t, &out, &shape), ncclInvalidUsage, "zero_copy");
+  t.ranks = t.scaleUpRanks = 64;
+  expectError(epGroupConfigCheck(&c, &t, &out, &shape), ncclInvalidUsage, "more than 32 ranks");
+  t.ranks = t.scaleUpRanks = 4;
   c = groupConfig();
   t.scaleOutRanks = 2, t.scaleUpRanks = 2;
   expectError(epGroupConfigCheck(&c, &t, &out, &shape), ncclInvalidUsage, "scale-up domains");

@@ -189,7 +189,7 @@ static ncclResult_t combine(const plan *p, ncclEpHandle_t h, batch *b) {
   ncclEpCombineOutputs_t out = NCCL_EP_COMBINE_OUTPUTS_INIT;
   in.tokens = &b->out.t;
   out.tokens = &b->y.t;
-  if (p->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR) out.topk_weights = &b->w.t;
+  if (p->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR || p->borrow) out.topk_weights = &b->w.t; /* rank-major: left alone */
   return ncclEpCombine(h, &in, &out, NULL, NULL);
 }
 
