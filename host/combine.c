@@ -6,7 +6,7 @@
 #include "runtime.h"
 #include "tensor.h"
 
-ncclResult_t epCombineType(const char *name, ncclDataType_t type, uint32_t *dtype) {
+ncclResult_t epCombineType(const char *call, const char *argument, ncclDataType_t type, uint32_t *dtype) {
   switch (type) {
   case ncclBfloat16:
     *dtype = EP_DTYPE_BF16;
@@ -18,7 +18,7 @@ ncclResult_t epCombineType(const char *name, ncclDataType_t type, uint32_t *dtyp
     *dtype = EP_DTYPE_F32;
     return ncclSuccess;
   default:
-    return epFail(ncclInvalidArgument, "%s: expert outputs are %s: expected bfloat16, float16 or float32", name,
+    return epFail(ncclInvalidArgument, "%s: %s is %s: expected bfloat16, float16 or float32", call, argument,
                   epTypeName(type));
   }
 }
@@ -42,7 +42,7 @@ static ncclResult_t epCombineInputs(const char *call, const struct ncclEpHandle 
   int flat = h->layout == NCCL_EP_LAYOUT_FLAT;
   void *dev = NULL;
   ncclResult_t r = epTensorCheck(tokens, in->tokens, 2);
-  if (r == ncclSuccess) r = epCombineType(call, in->tokens->datatype, dtype);
+  if (r == ncclSuccess) r = epCombineType(call, "inputs.tokens", in->tokens->datatype, dtype);
   if (r == ncclSuccess) r = epRowBytes(call, g, "inputs.tokens", in->tokens->sizes[1], in->tokens->datatype, rowBytes);
   if (r == ncclSuccess && (in->tokens->sizes[0] < g->budget || in->tokens->sizes[0] > UINT32_MAX))
     r = epFail(ncclInvalidArgument,

@@ -162,9 +162,9 @@ ncclResult_t epHandleCreate(ncclEpHandle_t *out, ncclEpGroup_t group, ncclEpLayo
   ncclResult_t r = epGroupFind(call, group);
   if (r == ncclSuccess && !out) r = epFail(ncclInvalidArgument, "%s: handle is NULL: expected room for a handle", call);
   if (r == ncclSuccess) r = epTensorCheck(name, topk, 2);
-  if (r == ncclSuccess && (topk->sizes[1] < 1 || topk->sizes[1] > EP_MAX_TOPK))
-    r = epFail(ncclInvalidArgument, "%s: topk_idx.sizes[1] is %zu: expected a top-k of 1 to %u", call, topk->sizes[1],
-               EP_MAX_TOPK);
+  if (r == ncclSuccess && (topk->sizes[1] < 1 || topk->sizes[1] > group->shape.topk))
+    r = epFail(ncclInvalidArgument, "%s: topk_idx.sizes[1] is %zu: expected a top-k of 1 to the group's %u", call,
+               topk->sizes[1], group->shape.topk);
   if (r == ncclSuccess) r = epHandleCheck(call, group, layout, config, (int)topk->sizes[1]);
   if (r == ncclSuccess) r = epRefuseCapture(call, group, stream, "a handle with memory of its own cannot be made then");
   if (r == ncclSuccess) r = epHandleMake(call, &h, group, layout, config, (int)topk->sizes[1], 0, NULL);

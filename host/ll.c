@@ -353,8 +353,8 @@ static ncclResult_t combineTensors(const char *call, const struct ncclEpHandle *
   void *dev = NULL;
   ncclResult_t r = tokensCheck(to, h, out->tokens);
   if (r == ncclSuccess) r = placesCheck(from, h, in->tokens, out->tokens->sizes[1], "hidden of outputs.tokens");
+  if (r == ncclSuccess) r = epCombineType(call, "inputs.tokens", in->tokens->datatype, dtype);
   if (r == ncclSuccess) r = epTensorType(to, out->tokens, in->tokens->datatype);
-  if (r == ncclSuccess) r = epCombineType(call, in->tokens->datatype, dtype);
   if (r == ncclSuccess)
     r = epRowBytes(call, g, "inputs.tokens", in->tokens->sizes[2], in->tokens->datatype, rowBytes);
   if (r == ncclSuccess) r = epTensorAddress(from, g->be, in->tokens, EP_ROW_ALIGN, &dev);
@@ -426,7 +426,7 @@ ncclResult_t epLlPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareC
   c.scaleBytes = scaleBytes;
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, 1, &c, &grid);
   if (r == ncclSuccess) epWishAdd(out, EP_KERNEL_LL_DISPATCH, &c);
-  if (r == ncclSuccess) r = epCombineType(call, p->combine_type, &dtype);
+  if (r == ncclSuccess) r = epCombineType(call, "combine_type", p->combine_type, &dtype);
   if (r == ncclSuccess) r = epRowBytes(call, g, "tokens", p->hidden, p->combine_type, &rowBytes);
   if (r != ncclSuccess) return r;
   c = configOf(g, kind, p->top_k, rowBytes, dtype, 0);

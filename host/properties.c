@@ -69,7 +69,7 @@ static ncclResult_t epPrepareMove(const struct ncclEpGroup *g, const ncclEpPrepa
   if (!epTypeBytes(type))
     r = epFail(ncclInvalidArgument, "%s: %s is %d: expected an ncclDataType_t", call,
                combine ? "combine_type" : "dispatch_type", (int)type);
-  if (r == ncclSuccess && combine) r = epCombineType(call, type, &dtype);
+  if (r == ncclSuccess && combine) r = epCombineType(call, "combine_type", type, &dtype);
   if (r == ncclSuccess) r = epRowBytes(call, g, "tokens", c->hidden, type, &rowBytes);
   if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(g, c->layout), c->top_k, rowBytes, dtype, weights);

@@ -210,7 +210,7 @@ epConfig epMoveConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t t
                       int weights);
 /* Makes it a dispatch that makes the routing record itself. */
 void epMoveFused(epConfig *config, uint32_t indexBytes);
-ncclResult_t epCombineType(const char *name, ncclDataType_t type, uint32_t *dtype);
+ncclResult_t epCombineType(const char *call, const char *argument, ncclDataType_t type, uint32_t *dtype);
 /* Bytes of a row of `tensor`, checked against 16 and the group's limit; `name` is the call. */
 ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t hidden,
                         ncclDataType_t type, uint32_t *rowBytes);
