@@ -89,6 +89,16 @@ def pattern(quote):
     return re.compile(' '.join(words))
 
 
+def missing_tests():
+    """Tests that docs/cases.md names and nobody has: `test_name` function, function; ..."""
+    with open(os.path.join(SOURCE, 'docs', 'cases.md'), encoding='utf-8') as file:
+        text = file.read()
+    for name, functions in re.findall(r'`(test_\w+)` (\w+(?:, \w+)*)', text):
+        path = os.path.join(SOURCE, 'tests', name + '.c')
+        held = open(path, encoding='utf-8').read() if os.path.exists(path) else ''
+        yield from (f'{name} has no {f}' for f in functions.split(', ') if f'cmocka_unit_test({f})' not in held and f'static void {f}(' not in held)
+
+
 functions, types = header.read(HEADERS)
 with open(os.path.join(SOURCE, 'docs', 'compatibility.md'), encoding='utf-8') as file:
     document = file.read()
@@ -111,6 +121,7 @@ check('every row has a state', (f'{h}: {n}: "{state}" is none of {", ".join(STAT
                                 if state.split(',')[0].split(':')[0] not in STATES))
 check('every line that compatibility.md quotes is in the library', (f'no source has "{q}"' for q in quoted(document)
                                                                          if not pattern(q).search(lines)))
+check('cases.md names tests that are there', missing_tests())
 check('exported and declared functions agree', (f'{n}: in one of map and headers only' for n in sorted(exported ^ wanted_functions)))
 check('every function has a manual page', (p for f in functions.values() for p in page_problems(f)))
 if shutil.which('groff'):
