@@ -25,7 +25,8 @@ typedef struct epCallScope {
 } epCallScope;
 epCallScope epCallEnter(const char *call);
 void epCallLeave(epCallScope *scope);
-#define EP_CALL() __attribute__((cleanup(epCallLeave), unused)) epCallScope epThisCall = epCallEnter(__func__)
+#define EP_CALL_AS(name) __attribute__((cleanup(epCallLeave), unused)) epCallScope epThisCall = epCallEnter(name)
+#define EP_CALL() EP_CALL_AS(__func__)
 void epCallArgument(const char *name); /* NULL: none any more */
 
 /* Failures of this thread stay out of the log: who tries on behalf of another, who will tell. */

@@ -116,7 +116,7 @@ static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
 
 /* Options beyond the configuration. */
 static ncclResult_t epGroupOptions(struct ncclEpGroup *g, const ncclEpGroupExtConfig_t *ext) {
-  static const char call[] = "ncclEpCreateGroup"; /* both calls go by this name */
+  static const char call[] = "ncclEpCreateGroup";
   if (ext->single_reduction != 0 && ext->single_reduction != 1)
     return epFail(ncclInvalidArgument, "%s: ext_config.single_reduction is %d: expected 0 or 1", call,
                   ext->single_reduction);

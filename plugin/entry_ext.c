@@ -46,8 +46,8 @@ ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeCo
 
 ncclResult_t ncclEpCreateGroupExt(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config,
                                   const ncclEpGroupExtConfig_t *ext_config) {
-  EP_CALL();
-  static const char call[] = "ncclEpCreateGroup"; /* both calls go by this name */
+  EP_CALL_AS("ncclEpCreateGroup"); /* as all that it refuses does, too */
+  static const char call[] = "ncclEpCreateGroup";
   ncclEpGroupConfig_t c;
   ncclEpGroupExtConfig_t ext;
   ncclResult_t r = epTakeStruct(call, "config", config, NCCL_EP_GROUP_CONFIG_V1_SIZE, 4, &c, (unsigned)sizeof c);
