@@ -123,6 +123,10 @@ ll = [precompile, '--arch', '80', '--ranks', '2', '--experts', '8', '--topk', '2
 if 'NVRTC not found' not in subprocess.run(ll, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout:
     run([0], ['ep_ll_update_kernel', 'ep_ll_dispatch_kernel', 'ep_ll_combine_kernel', 'expert-major-3d',
               '6 kernels: 0 compiled, 6 found'], *ll)
+    # Without partial sums the combine is another kernel.
+    ht = ll[:-3] + ['expert-major'] + ll[-2:]
+    run([0], ['3 kernels: 3 compiled'], *ht)
+    run([0], ['3 kernels: 1 compiled, 2 found'], *ht, '--single-reduction')
 run([1], ['ep_precompile: ', '6 bytes', 'multiple of 4'], *ll, '--scale-bytes', '6', env={'NCCL_EP_DEBUG': 'NONE'})
 
 # Its errors do not depend on the library's log.

@@ -56,7 +56,8 @@ enum {
   OPT_BACKWARD,
   OPT_SCALES,
   OPT_BORROW,
-  OPT_WINDOW_OUT
+  OPT_WINDOW_OUT,
+  OPT_SINGLE
 };
 static const struct argp_option options[] = {
     {"arch", 'a', "LIST", 0, "targets, as 80, 90, 100, 120 (default 80,90,100,120)", 0},
@@ -76,6 +77,7 @@ static const struct argp_option options[] = {
     {"backward", OPT_BACKWARD, NULL, 0, "also the kernels of the backward pass", 0},
     {"borrow", OPT_BORROW, NULL, 0, "also the dispatch after an update that borrows topk_idx", 0},
     {"window-out", OPT_WINDOW_OUT, NULL, 0, "dispatch for window-backed outputs instead of ordinary ones", 0},
+    {"single-reduction", OPT_SINGLE, NULL, 0, "combine of groups made with single_reduction", 0},
     {"cache-dir", OPT_CACHE, "DIR", 0, "the folder (default: the one the library uses)", 0},
     {"jobs", 'j', "N", 0, "compile N at once (default: all cores, at most 8)", 0},
     {"quiet", 'q', NULL, 0, "only the summary", 0},
@@ -90,7 +92,7 @@ typedef struct {
   list archs, ranks, experts, topks, hiddens;
   ncclDataType_t dispatchType, combineType;
   unsigned scaleBytes;
-  int layout[LAYOUTS], index64, index32, backward, borrow, windowOut, jobs, quiet;
+  int layout[LAYOUTS], index64, index32, backward, borrow, windowOut, single, jobs, quiet;
   const char *cacheDir;
 } precompile;
 
@@ -193,6 +195,9 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
   case OPT_WINDOW_OUT:
     p->windowOut = 1;
     return 0;
+  case OPT_SINGLE:
+    p->single = 1;
+    return 0;
   case OPT_SCALES:
     parseList(state, "scale-bytes", arg, &scales);
     if (scales.count != 1) argp_error(state, "--scale-bytes: expected one number");
@@ -284,6 +289,7 @@ static int addAll(const precompile *p) {
           g.shape.experts = p->experts.values[e];
           g.shape.topk = p->topks.values[k];
           g.shape.maxRowBytes = EP_MAX_ROW_BYTES;
+          g.shape.stageRows = p->single ? g.shape.topk : 0; /* of no tokens: what tells the combines apart */
           if (g.shape.ranks > EP_MAX_RANKS || g.shape.experts > EP_MAX_EXPERTS || g.shape.topk > EP_MAX_TOPK ||
               g.shape.experts % g.shape.ranks) {
             fprintf(stderr,
