@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What needs PyTorch and GPUs: the example layer (dispatch, combine and their gradients against a plain layer), and, where
+"""What needs PyTorch and GPUs: the example layer (dispatch, combine and their gradients against a plain layer), the decode loop, and, where
 DEEPEP_SOURCE names a source tree of DeepEP V2, its own test of the elastic buffer, unchanged, without its timing part.
 Arguments go to that test (for example --masked-ratio 0.3). Exit status 77 (skipped) without PyTorch or GPUs."""
 import os
@@ -16,7 +16,7 @@ def run(*command, **environment):
 
 
 def main(arguments):
-    code = run(os.path.join(top, 'examples', 'moe_layer.py'))
+    code = run(os.path.join(top, 'examples', 'moe_layer.py')) or run(os.path.join(top, 'examples', 'decode_graph.py'))
     source = os.environ.get('DEEPEP_SOURCE')
     if code == 0 and source:
         import torch
