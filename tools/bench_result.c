@@ -150,7 +150,8 @@ void epBenchPrintHeader(const epBenchResult *r) {
   printf("# dispatch includes the update of the routing (topk_idx %s); combine is the call alone\n",
          o->noFused ? "copied by a launch of its own: --no-fused"
                     : "borrowed: no launch of its own where it can be fused");
-  printf("# algbytes: rows (with their scales) that a rank receives (a token once a rank), its own included; busbytes: "
+  printf("# algbytes: rows (with their scales) that a rank receives (a token once a rank, with --single-reduction "
+         "combine's once a slot), its own included; busbytes: "
          "rows that cross its "
          "link, the "
          "larger direction; both the largest of the ranks; bandwidth = bytes / median time\n");

@@ -96,19 +96,29 @@ typedef struct traffic {
   double alg, bus, rows;
 } traffic;
 
+/* Rows that `owner` holds of the tokens of `source`: one a token, or each slot where those travel as they are. */
+static double rowsBetween(const epRef *ref, uint32_t source, uint32_t owner, int slots) {
+  double rows = 0;
+  if (!slots) return (double)ref->rank[owner].perSource[source];
+  for (uint32_t t = 0; t < ref->in.tokens[source]; t++)
+    for (uint32_t k = 0; k < ref->in.topk; k++) rows += epRefOwner(ref, source, t, k) == (int)owner;
+  return rows;
+}
+
 /* Largest of the ranks, mean over the routings. */
 static traffic trafficOf(const epBench *bench, int combine) {
   const epLayerConfig *c = &bench->layer;
   traffic sum = {0, 0, 0};
+  int slots = combine && c->single && c->layout == EP_REF_EXPERT_MAJOR;
   double rowBytes = (double)(combine ? epLayerCombineRowBytes(c) : epLayerRowBytes(c) + epLayerScaleBytes(c));
   for (unsigned i = 0; i < bench->routings; i++) {
     const epRef *ref = bench->ref[i];
     traffic most = {0, 0, 0};
     for (uint32_t r = 0; r < ref->in.ranks; r++) {
-      double in = 0, out = 0, own = (double)ref->rank[r].perSource[r];
+      double in = 0, out = 0, own = rowsBetween(ref, r, r, slots);
       for (uint32_t s = 0; s < ref->in.ranks; s++) {
-        in += (double)ref->rank[r].perSource[s];
-        out += (double)ref->rank[s].perSource[r];
+        in += rowsBetween(ref, s, r, slots);
+        out += rowsBetween(ref, r, s, slots);
       }
       most.alg = in > most.alg ? in : most.alg;
       most.bus = in - own > most.bus ? in - own : most.bus;
