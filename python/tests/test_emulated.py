@@ -403,7 +403,7 @@ class Refusals(Case):
                     bias=(x, rank.empty(x.shape, 'float32')))
             refused(EpError, r'bias\[0\].sizes\[0\] is 1: expected', combine, recv, handle,
                     bias=rank.empty((1, HIDDEN), 'bfloat16'))
-            refused(EpError, 'expert outputs are int32', combine, rank.empty(recv.shape, 'int32'), handle)
+            refused(EpError, 'inputs.tokens is int32', combine, rank.empty(recv.shape, 'int32'), handle)
             refused(RuntimeError, 'no event to wait for', event.current_stream_wait)
             refused(RuntimeError, 'explicitly_destroy', ElasticBuffer.destroy,
                     ElasticBuffer(rank, num_max_tokens_per_rank=ROOM, hidden=HIDDEN))
