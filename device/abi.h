@@ -43,6 +43,7 @@ enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
   X(direct) /* dispatch only, flat: the output is window-backed, and rows are stored into the peers' where those are too */ \
   X(bulk)    /* the target has bulk copies (SM90 and up) */                                                                 \
   X(scaleUp) /* ranks of a scale-up domain; hybrid kernels only, else 0 */                                                  \
+  X(profile) /* kernels write what profile_layout.h says */                                                                  \
   X(bug)     /* emulator's planted faults (device/bugs.h); 0 on GPUs */
 
 typedef struct epConfig {

@@ -586,7 +586,7 @@ template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a,
 
 template <class C> DEV void ep_combine(const C c, const epCombineArgs &a) {
   ep_operation(
-      c, a, [](uint32_t) { return true; }, [&](epPipe &q, uint32_t gen) { ep_combine_senders(c, a, q, gen); },
+      c, a, EP_KERNEL_COMBINE, [](uint32_t) { return true; }, [&](epPipe &q, uint32_t gen) { ep_combine_senders(c, a, q, gen); },
       [&](epPipe &q, uint32_t gen) { ep_combine_reduce(c, a, q, gen); });
 }
 

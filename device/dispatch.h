@@ -597,7 +597,7 @@ template <class C> DEV void ep_direct_epilogue(const C c, const epDispatchArgs &
 
 template <class C> DEV void ep_dispatch(const C c, const epDispatchArgs &a) {
   ep_operation(
-      c, a,
+      c, a, EP_KERNEL_DISPATCH,
       [&](uint32_t gen) {
         if (c.direct && p::bid() == a.pushBlocks) ep_outputs_tell(c, a, gen);
         return !c.fused || ep_update_inside(c, a.update, gen);

@@ -6,6 +6,7 @@
 #include "abi.h"
 #include "bugs.h"
 #include "prim.h"
+#include "profile.h"
 
 DEV epGroupState *ep_state(const epGroupArgs &g) { return (epGroupState *)(g.scratch + g.scratchLayout.state); }
 DEV uint8_t *ep_window(const epGroupArgs &g, uint32_t rank) { return (uint8_t *)p::ldg<uint64_t>(g.windows + rank); }
@@ -68,7 +69,10 @@ DEV bool ep_wait_flag(const epGroupArgs &g, const uint32_t *flag, uint32_t want,
   uint64_t start = p::globaltimer();
   for (uint32_t round = 0;; round++) {
     *seen = p::ld_acquire_sys(flag);
-    if (ep_reached(*seen, want)) return true;
+    if (ep_reached(*seen, want)) {
+      ep_profile_waited(g, start, phase, peer);
+      return true;
+    }
     if (ep_give_up(g, start, round, phase, peer, want, *seen)) return false;
   }
 }
@@ -85,7 +89,10 @@ DEV bool ep_wait_word(const epGroupArgs &g, const uint64_t *word, uint32_t want,
   for (uint32_t round = 0;; round++) {
     uint64_t v = p::ld_relaxed_sys(word);
     *value = (uint32_t)v;
-    if ((uint32_t)(v >> 32) == want) return true;
+    if ((uint32_t)(v >> 32) == want) {
+      if (round) ep_profile_waited(g, start, phase, peer);
+      return true;
+    }
     if (round == 0) start = p::globaltimer();
     if (ep_give_up(g, start, round, phase, peer, want, (uint32_t)(v >> 32))) return false;
   }

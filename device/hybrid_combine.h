@@ -332,6 +332,7 @@ DEV void ep_combine_reducers(const C c, const epHybridCombineArgs &a, uint32_t g
 template <class C> DEV void ep_hybrid_combine(const C c, const epHybridCombineArgs &a) {
   p::grid_wait();
   const epCombineArgs &b = a.plain;
+  epProfile profile = ep_profile_begin(b.group, EP_KERNEL_HYBRID_COMBINE);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(b.group)->stageGen) + 1;
   uint32_t reduce = b.pushBlocks + epChannelBlocks(a.hybrid.layout.channels, c.threads);
   if (ep_record_usable(b.recordLayout, b.record)) {
@@ -344,6 +345,7 @@ template <class C> DEV void ep_hybrid_combine(const C c, const epHybridCombineAr
   }
   p::grid_launch();
   ep_hybrid_end(c, b.group, gen, b.blocks);
+  ep_profile_end(profile, p::bid() < reduce ? EP_SPAN_SEND : EP_SPAN_RECEIVE, b.blocks);
 }
 
 #endif

@@ -247,6 +247,7 @@ DEV void ep_hybrid_epilogue(const C c, const epHybridDispatchArgs &a, uint32_t g
 template <class C> DEV void ep_hybrid_dispatch(const C c, const epHybridDispatchArgs &a) {
   p::grid_wait();
   const epDispatchArgs &d = a.plain;
+  epProfile profile = ep_profile_begin(d.group, EP_KERNEL_HYBRID_DISPATCH);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(d.group)->stageGen) + 1;
   if (ep_record_usable(d.recordLayout, d.record)) {
     if (p::bid() < d.pushBlocks)
@@ -258,6 +259,7 @@ template <class C> DEV void ep_hybrid_dispatch(const C c, const epHybridDispatch
   }
   p::grid_launch();
   ep_hybrid_end(c, d.group, gen, d.blocks);
+  ep_profile_end(profile, p::bid() <= d.pushBlocks ? EP_SPAN_SEND : EP_SPAN_RECEIVE, d.blocks);
 }
 
 #endif

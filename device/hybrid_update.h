@@ -334,6 +334,7 @@ template <class C> DEV void ep_hybrid_replies(const C c, const epHybridUpdateArg
 template <class C> DEV void ep_hybrid_update(const C c, const epHybridUpdateArgs &a) {
   p::grid_wait();
   const epUpdateArgs &u = a.plain;
+  epProfile profile = ep_profile_begin(u.group, EP_KERNEL_HYBRID_UPDATE);
   bool last = ep_update_frame(c, u, [&](uint32_t *histogram, uint32_t gen, uint32_t t0, uint32_t t1) {
     ep_hybrid_bases(c, a, histogram, gen);
     p::sync_threads();
@@ -351,10 +352,11 @@ template <class C> DEV void ep_hybrid_update(const C c, const epHybridUpdateArgs
     if (p::warp() == 0) /* the next update writes what was put from */
       ep_flush(u.group, a.hybrid, 0);
   });
-  if (!last)
-    return;
-  ep_update_end(u.group);
-  p::stg<uint32_t>(&ep_hybrid_state(u.group, a.hybrid)->forwarded, 0);
+  if (last) {
+    ep_update_end(u.group);
+    p::stg<uint32_t>(&ep_hybrid_state(u.group, a.hybrid)->forwarded, 0);
+  }
+  ep_profile_end(profile, EP_SPAN_RECORD, u.blocks);
 }
 
 #endif

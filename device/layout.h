@@ -192,7 +192,7 @@ typedef struct epGroupState {
   uint32_t routed;                  /* last operation whose own update has finished */
   uint32_t sendTickets, takeTickets; /* rounds and received rows of the running operation that were drawn (rows.h) */
   uint32_t sendersStarted; /* blocks of senders of the running combine */
-  uint32_t pad[2];
+  uint64_t profile;        /* address of the area of profile_layout.h; 0: the group is not profiled */
 } epGroupState;
 
 EP_HD epScratchLayout epScratchLayoutOf(uint32_t ranks, uint32_t experts) {

@@ -185,8 +185,11 @@ DEV int ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, bool nar
 #pragma unroll 1
   for (uint32_t round = 0; c.bug != EP_BUG_SKIP_WAIT; round++) {
     uint32_t missing = ep_ll_missing<N, HEAD>(op, x), seen = op.gen;
-    if (!missing)
+    if (!missing) {
+      if (round)
+        ep_profile_waited(g, start, phase, peer);
       break;
+    }
     if (absent()) {
       result = EP_LL_ABSENT;
       break;

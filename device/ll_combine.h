@@ -385,12 +385,14 @@ template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a
 
 template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
   p::grid_wait();
+  epProfile profile = ep_profile_begin(a.group, EP_KERNEL_LL_COMBINE);
   if (p::bid() >= a.pushBlocks)
     ep_ll_reduce_all(c, a);
   else if (p::bid() == 0 && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
     ep_ll_send_weights(c, a);
   else
     ep_ll_return(c, a);
+  ep_profile_end(profile, p::bid() >= a.pushBlocks ? EP_SPAN_RECEIVE : EP_SPAN_SEND, a.blocks);
 }
 
 #endif

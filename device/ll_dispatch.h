@@ -654,12 +654,14 @@ template <class C> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a) 
 
 template <class C> DEV void ep_ll_dispatch(const C c, const epLlDispatchArgs &a) {
   p::grid_wait();
+  epProfile profile = ep_profile_begin(a.group, EP_KERNEL_LL_DISPATCH);
   if (p::bid() == 0)
     ep_ll_clerk(c, a);
   else if (p::bid() <= a.pushBlocks)
     ep_ll_push(c, a);
   else
     ep_ll_receive(c, a);
+  ep_profile_end(profile, p::bid() == 0 ? EP_SPAN_RECORD : p::bid() <= a.pushBlocks ? EP_SPAN_SEND : EP_SPAN_RECEIVE, a.blocks);
 }
 
 #endif

@@ -37,8 +37,11 @@ DEV bool ep_wait_value(const epGroupArgs &g, F read, uint64_t want, uint32_t bit
   uint64_t start = 0;
   for (uint32_t round = 0;; round++) {
     uint64_t seen = read();
-    if (ep_reached(seen, want, bits))
+    if (ep_reached(seen, want, bits)) {
+      if (round)
+        ep_profile_waited(g, start, phase, peer);
       return true;
+    }
     if (round == 0)
       start = p::globaltimer();
     if (ep_give_up(g, start, round, phase, peer, ep_told(want - 1, bits) + 1, ep_told(seen, bits)))

@@ -351,10 +351,12 @@ template <class C> DEV uint32_t ep_most_rows(const C c, const epPipe &q) {
 /* Dispatch and combine alike: the first blocks send, the warps of the others receive, and all end together. What receivers
  * need first, whole blocks get in `before`; a fused dispatch's senders need no record. */
 template <class C, class Args, class Before, class Send, class Receive>
-DEV void ep_operation(const C c, const Args &a, Before before, Send send, Receive receive) {
+DEV void ep_operation(const C c, const Args &a, uint32_t kind, Before before, Send send, Receive receive) {
   p::grid_wait();
+  epProfile profile = ep_profile_begin(a.group, kind);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(a.group)->stageGen) + 1;
   bool push = p::bid() < a.pushBlocks, usable = push || before(gen);
+  if (!push && c.fused) ep_profile_span(profile, EP_SPAN_RECORD);
   bool record = usable && !(push && c.fused);
   if (record) usable = ep_record_usable(a.recordLayout, a.record);
   epPipe q = ep_pipe(c, a.group);
@@ -367,6 +369,7 @@ DEV void ep_operation(const C c, const Args &a, Before before, Send send, Receiv
     receive(q, gen);
   p::grid_launch();
   ep_operation_end(c, a.group, q, gen, a.blocks);
+  ep_profile_end(profile, push ? EP_SPAN_SEND : EP_SPAN_RECEIVE, a.blocks);
 }
 
 #endif

@@ -444,7 +444,9 @@ template <class C> DEV bool ep_update_run(const C c, const epUpdateArgs &a) {
 template <class C> DEV void ep_update(const C c, const epUpdateArgs &a) {
   p::grid_wait();
   p::grid_launch();
+  epProfile profile = ep_profile_begin(a.group, EP_KERNEL_UPDATE);
   if (ep_update_run(c, a)) ep_update_end(a.group);
+  ep_profile_end(profile, EP_SPAN_RECORD, a.blocks);
 }
 
 /* Inside operation `gen` that needs the record, by whole blocks that do not send: those of the update make it, and all wait

@@ -253,6 +253,18 @@ static ncclResult_t streamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEv
   return queueEvent(comm, event, stream, false, "ncclEpEmuStreamWaitEvent");
 }
 
+static ncclResult_t streamDelay(ncclComm_t comm, cudaStream_t stream, unsigned long long ns) {
+  return with(comm, "ncclEpEmuStreamDelay", [&](Lock &, Comm &c) {
+    Stream *s;
+    ncclResult_t rc = c.fabric->findStream(c.rank, stream, "ncclEpEmuStreamDelay", &s);
+    if (rc != ncclSuccess) return rc;
+    StreamOp op(StreamOp::Delay);
+    op.delayNs = ns;
+    c.fabric->queue(c.rank, s, std::move(op));
+    return ncclSuccess;
+  });
+}
+
 // ---- windows and the report -----------------------------------------------------------------------------------------
 
 static ncclResult_t windowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *window) {
@@ -341,7 +353,8 @@ static const epEmuModule module_ = {EP_EMU_MODULE_VERSION,
                                     streamWaitEvent,
                                     windowRegister,
                                     windowDeregister,
-                                    report};
+                                    report,
+                                    streamDelay};
 
 } // namespace emu
 

@@ -468,6 +468,15 @@ void Engine::streamStep(Stream *s) {
   case StreamOp::Wait:
     s->known = joiner.join(s->known, op.event->known);
     break;
+  case StreamOp::Delay:
+    if (!op.untilNs) {
+      op.untilNs = clockNs + op.delayNs;
+      s->starting = true;
+      at(now + op.delayNs / 2, nullptr, nullptr, s); // a step takes 2 ns
+      return;
+    }
+    clockNs = std::max(clockNs, op.untilNs);
+    break;
   }
   s->ops.pop_front();
   scanStreams = true;

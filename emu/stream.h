@@ -14,7 +14,7 @@ struct StreamEvent {
 };
 
 struct StreamOp {
-  enum Kind { Kernel, Copy, Fill, Record, Wait };
+  enum Kind { Kernel, Copy, Fill, Record, Wait, Delay };
   explicit StreamOp(Kind k) : kind(k) {}
   Kind kind;
   KnownRef hostKnown; // what the host had synchronised with when it queued this
@@ -32,6 +32,8 @@ struct StreamOp {
   // Record, Wait
   std::shared_ptr<StreamEvent> event;
   u64 record = 0;
+  // Delay
+  u64 delayNs = 0, untilNs = 0; // until: by the simulated clock, when it has begun
 };
 
 struct Stream {

@@ -13,7 +13,7 @@ enum { EP_LOST_OVERFLOW = 100 };
 
 static uint32_t epShared(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
-static const char *epPhaseName(uint32_t phase) {
+const char *epPhaseName(uint32_t phase) {
   switch (phase) {
   case EP_PHASE_UPDATE_COUNTS:
     return "update: counts";

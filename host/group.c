@@ -49,6 +49,7 @@ static ncclResult_t epGroupAllocate(struct ncclEpGroup *g) {
   if (r == ncclSuccess) r = ops->memset(g->be, g->scratch, 0, g->scratchLayout.bytes, NULL);
   if (r == ncclSuccess) r = ops->synchronize(g->be, NULL);
   if (r == ncclSuccess) r = epCountsTake(g, NULL, 1); /* the first chunk */
+  if (r == ncclSuccess && epProfileWanted()) r = epProfileSet(g, 1);
   return r;
 }
 
@@ -65,6 +66,8 @@ static ncclResult_t epGroupRelease(struct ncclEpGroup *g) {
     first = first == ncclSuccess ? r : first;
   }
   r = epCountsFree(g);
+  first = first == ncclSuccess ? r : first;
+  r = epProfileRelease(g);
   first = first == ncclSuccess ? r : first;
   if (g->windowTable) {
     r = ops->free(g->be, g->windowTable);

@@ -46,21 +46,40 @@ static ncclResult_t epKernelCompile(struct ncclEpGroup *g, int id, const epConfi
   return r;
 }
 
+/* Those of a profiled group write down where their time goes. */
+static epConfig epProfiled(const struct ncclEpGroup *g, const epConfig *config) {
+  epConfig c = *config;
+  c.profile = (uint32_t)g->profiling.on;
+  return c;
+}
+
+static void epCompileProfiled(struct ncclEpGroup *g, const epWishes *wishes) {
+  epWishes all = {.count = 0};
+  for (int i = 0; i < wishes->count; i++) {
+    epConfig c = epProfiled(g, &wishes->wish[i].config);
+    epWishAdd(&all, wishes->wish[i].id, &c);
+  }
+  epCompileTogether(g, &all);
+}
+
 ncclResult_t epKernelCompileAll(struct ncclEpGroup *g, const epWishes *wishes) {
   epKernel *kernel;
   ncclResult_t r = ncclSuccess;
-  epCompileTogether(g, wishes);
-  for (int i = 0; r == ncclSuccess && i < wishes->count; i++)
-    r = epKernelCompile(g, wishes->wish[i].id, &wishes->wish[i].config, &kernel);
+  epCompileProfiled(g, wishes);
+  for (int i = 0; r == ncclSuccess && i < wishes->count; i++) {
+    epConfig c = epProfiled(g, &wishes->wish[i].config);
+    r = epKernelCompile(g, wishes->wish[i].id, &c, &kernel);
+  }
   return r;
 }
 
 ncclResult_t epKernelGet(const char *call, struct ncclEpGroup *g, int id, const epConfig *config, cudaStream_t stream,
                          epKernel **out) {
   epWishes wishes;
+  epConfig wanted = epProfiled(g, config);
   ncclResult_t r;
   pthread_mutex_lock(&g->lock);
-  *out = epKernelFind(g, id, config);
+  *out = epKernelFind(g, id, &wanted);
   pthread_mutex_unlock(&g->lock);
   if (*out) return ncclSuccess;
   r = epRefuseCapture(
@@ -69,7 +88,7 @@ ncclResult_t epKernelGet(const char *call, struct ncclEpGroup *g, int id, const 
   if (r != ncclSuccess) return r;
   if (epMayGuess(g)) {
     epForesee(g, id, config, &wishes);
-    epCompileTogether(g, &wishes);
+    epCompileProfiled(g, &wishes);
   }
-  return epKernelCompile(g, id, config, out);
+  return epKernelCompile(g, id, &wanted, out);
 }

@@ -10,6 +10,7 @@
 #include "nccl_ep.h"
 #include "nccl_ep_ext.h"
 #include "policy.h"
+#include "profile_layout.h"
 
 #define EP_TIMEOUT_NS 100000000000ull /* of a wait in a kernel, unless the caller says otherwise */
 #define EP_RECORD_ALIGN EP_SECTION_ALIGN
@@ -37,6 +38,14 @@ typedef struct epGroupShared {
   uint32_t abortWord;
 } epGroupShared;
 
+/* What profile.c keeps of a group. `area` (device; profile_layout.h) is made once and stays with the group. */
+typedef struct epProfiling {
+  int on; /* kernels write into the area */
+  uint8_t *area;
+  epProfileHeader header;
+  uint32_t told; /* operations that the caller has been told of */
+} epProfiling;
+
 struct ncclEpGroup {
   epBackend *be;
   epTopology topology;
@@ -54,6 +63,8 @@ struct ncclEpGroup {
   void *scratch;         /* device */
   epGroupShared *shared; /* host address */
   uint8_t *sharedDev;    /* its device address */
+
+  epProfiling profiling;
 
   pthread_mutex_t lock; /* guards everything below */
   epKernelEntry *kernels;
@@ -157,6 +168,15 @@ ncclResult_t epGroupUsable(const char *call, struct ncclEpGroup *group);
 int epGroupAsyncError(struct ncclEpGroup *group);
 void epGroupErrorClear(struct ncclEpGroup *group);
 void epGroupErrorInfo(struct ncclEpGroup *group, ncclEpErrorInfo_t *info);
+
+const char *epPhaseName(uint32_t phase);
+
+/* ---- profile.c */
+/* Whether NCCL_EP_PROFILE asks for it. */
+int epProfileWanted(void);
+ncclResult_t epProfileSet(struct ncclEpGroup *group, int on);
+ncclResult_t epProfileGet(struct ncclEpGroup *group, ncclEpProfile_t *profile);
+ncclResult_t epProfileRelease(struct ncclEpGroup *group);
 
 /* ---- handle.c */
 ncclResult_t epHandleFind(const char *call, ncclEpHandle_t handle);

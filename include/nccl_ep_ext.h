@@ -406,6 +406,73 @@ typedef struct {
  * capturing. Local, but collective with `in_flight`. */
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);
 
+/* ---- Profiling ---------------------------------------------------------------------------------------------------- */
+
+typedef enum {
+  NCCL_EP_PROFILE_UPDATE = 0,
+  NCCL_EP_PROFILE_DISPATCH = 1,
+  NCCL_EP_PROFILE_COMBINE = 2
+} ncclEpProfileKind_t;
+/* What thread blocks of an operation do, each from the first one's begin to the last one's end: make the routing record, send,
+ * and take what arrives (and with combine, sum it). */
+typedef enum {
+  NCCL_EP_SPAN_RECORD = 0,
+  NCCL_EP_SPAN_SEND = 1,
+  NCCL_EP_SPAN_RECEIVE = 2,
+  NCCL_EP_SPANS = 3
+} ncclEpProfileSpan_t;
+
+/* One kernel: an update of its own, a dispatch (with the update that it does) or a combine. */
+typedef struct {
+  unsigned int number; /* of the group's profiled operations, from 1 on */
+  ncclEpProfileKind_t kind;
+  unsigned long long start_ns, end_ns;       /* by the device's clock: devices' clocks may differ */
+  unsigned int span_start_ns[NCCL_EP_SPANS]; /* since start_ns */
+  unsigned int span_end_ns[NCCL_EP_SPANS];   /* 0: there was no such span */
+} ncclEpProfileOperation_t;
+
+/* Waits of an operation for one rank: of all warps and threads that did not find there what they needed. Their times overlap.
+ * Rows of another scale-up domain are waited for at the rank of the own domain that they come through. */
+typedef struct {
+  unsigned int number;            /* of the operation */
+  int rank;                       /* that was waited for */
+  char phase[32];                 /* for example "dispatch: rows" */
+  unsigned int waits;             /* how many */
+  unsigned int longest_ns;        /* of one: about how late the rank was */
+  unsigned int first_ns, last_ns; /* since the operation's start_ns: when the first and the last of them ended */
+  unsigned long long total_ns;    /* of all */
+} ncclEpProfileWait_t;
+
+typedef struct {
+  unsigned int size;
+  unsigned int magic;
+  ncclEpProfileOperation_t *operations; /* caller's [operation_capacity] */
+  ncclEpProfileWait_t *waits;           /* caller's [wait_capacity], or NULL */
+  unsigned int operation_capacity, wait_capacity;
+  unsigned int operation_count; /* OUT: operations told, oldest first */
+  unsigned int wait_count;      /* OUT: waits told, in their operations' order */
+  unsigned int lost;            /* OUT: operations that were overwritten before this call */
+  char advice[256];             /* OUT: one line for people where a wait dominates, else empty */
+} ncclEpProfile_t;
+#define NCCL_EP_PROFILE_INIT NCCL_EP_STRUCT_INIT(ncclEpProfile_t, NCCL_EP_MAGIC)
+
+/* ncclEpSetProfiling: from now on kernels of the group write down where their time goes (on: 1), or no longer (0). A group
+ * of NCCL_EP_PROFILE=1 does so from the start. Kernels that do are others, compiled when they are first needed; those that do not are
+ * the same as without this call.
+ *   on  0 or 1
+ * Local; ranks may differ. No operation of the group may be running or be under capture: synchronise its streams first. The first time allocates
+ * device memory, at most 4 MiB unless the group has many ranks. A captured graph keeps the kernels it was captured with, which write
+ * nothing while this is 0. */
+ncclResult_t ncclEpSetProfiling(ncclEpGroup_t group, int on);
+
+/* ncclEpGetProfile: the profiled operations that have ended since the last call, oldest first, as many as there is room for. At
+ * least the last 7 are kept, and as many as 255 where ranks are few.
+ *   profile  in and out: filled by its _INIT macro, with the caller's arrays and their capacities
+ * Local; synchronise the group's streams first: what runs is left out. ncclInvalidUsage: profiling was never on. Waits that do
+ * not fit are left out with their operation, which the next call tells; where not one operation fits, the capacity is refused and the number
+ * needed named. */
+ncclResult_t ncclEpGetProfile(ncclEpGroup_t group, ncclEpProfile_t *profile);
+
 /* ---- Emulated communicators ----------------------------------------------------------------------------------------
  */
 
@@ -472,6 +539,9 @@ ncclResult_t ncclEpEmuStreamCreate(ncclComm_t comm, cudaStream_t *stream);
 ncclResult_t ncclEpEmuStreamDestroy(ncclComm_t comm, cudaStream_t stream);
 /* ncclEpEmuStreamSynchronize: waits on the host until the stream has run all its work; the fabric runs meanwhile. */
 ncclResult_t ncclEpEmuStreamSynchronize(ncclComm_t comm, cudaStream_t stream);
+/* ncclEpEmuStreamDelay: what the stream is given from now on begins so much later, by the simulated clock.
+ *   ns  nanoseconds */
+ncclResult_t ncclEpEmuStreamDelay(ncclComm_t comm, cudaStream_t stream, unsigned long long ns);
 /* ncclEpEmuEventCreate: an event of the communicator's rank.
  *   event  out, released by ncclEpEmuEventDestroy */
 ncclResult_t ncclEpEmuEventCreate(ncclComm_t comm, cudaEvent_t *event);

@@ -57,7 +57,7 @@ ncclResult_t epJitSource(int kernelId, const epConfig *config, int arch, char **
   if (used >= sizeof(fields))
     return epFail(ncclInternalError, "a configuration's fields do not fit %zu bytes", sizeof(fields));
 
-  static const char *const format = "#include \"%s\"\n"
+  static const char *const format = "%s#include \"%s\"\n"
                                     "struct Cfg {\n"
                                     "%s"
                                     "};\n"
@@ -70,7 +70,7 @@ ncclResult_t epJitSource(int kernelId, const epConfig *config, int arch, char **
   char *text = malloc(room);
   if (!text) return epFail(ncclSystemError, "out of memory: %zu bytes for a kernel's source", room);
   int n =
-      snprintf(text, room, format, kernels[kernelId].header, fields, kernels[kernelId].args, kernels[kernelId].argBytes,
+      snprintf(text, room, format, config->profile ? "#define EP_PROFILE 1\n" : "", kernels[kernelId].header, fields, kernels[kernelId].args, kernels[kernelId].argBytes,
                kernels[kernelId].entry, kernels[kernelId].args, kernels[kernelId].function);
   if (n < 0 || (size_t)n >= room) {
     free(text);

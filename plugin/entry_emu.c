@@ -65,6 +65,11 @@ ncclResult_t ncclEpEmuStreamSynchronize(ncclComm_t comm, cudaStream_t stream) {
   FORWARD(streamSynchronize(comm, stream));
 }
 
+ncclResult_t ncclEpEmuStreamDelay(ncclComm_t comm, cudaStream_t stream, unsigned long long ns) {
+  EP_CALL();
+  FORWARD(streamDelay(comm, stream, ns));
+}
+
 ncclResult_t ncclEpEmuEventCreate(ncclComm_t comm, cudaEvent_t *event) {
   EP_CALL();
   FORWARD(eventCreate(comm, event));

@@ -176,3 +176,23 @@ ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *con
                                 4, &c, (unsigned)sizeof c); /* num_bias came later, then borrow_topk_idx */
   return r == ncclSuccess ? epPrepare(group, &c) : r;
 }
+
+ncclResult_t ncclEpSetProfiling(ncclEpGroup_t group, int on) {
+  EP_CALL();
+  static const char call[] = "ncclEpSetProfiling";
+  ncclResult_t r = epGroupFind(call, group);
+  if (r == ncclSuccess && on != 0 && on != 1)
+    r = epFail(ncclInvalidArgument, "%s: on is %d: expected 0 or 1", call, on);
+  if (r == ncclSuccess) r = epRefuseCapture(call, group, NULL, "profiling cannot be switched then");
+  return r == ncclSuccess ? epProfileSet(group, on) : r;
+}
+
+ncclResult_t ncclEpGetProfile(ncclEpGroup_t group, ncclEpProfile_t *profile) {
+  EP_CALL();
+  ncclEpProfile_t out;
+  ncclResult_t r = TAKE("ncclEpGetProfile", ncclEpProfile_t, profile, &out);
+  if (r == ncclSuccess) r = epGroupFind("ncclEpGetProfile", group);
+  if (r == ncclSuccess) r = epProfileGet(group, &out);
+  if (r == ncclSuccess) epGiveStruct(&out, sizeof out, profile);
+  return r;
+}

@@ -92,7 +92,7 @@ typedef struct epCase {
   ncclDataType_t scaleType; /* of them */
   int scaleColumns;         /* dispatch writes them in columns */
   int noZeroPad;            /* padding rows stay as they are */
-  uint64_t windows;         /* bit r: rank r's tokens and weights of dispatch, and its output tokens, are window-backed */
+  uint64_t windows; /* bit r: rank r's tokens and weights of dispatch, and its output tokens, are window-backed */
   ncclEpZeroCopyMode_t zeroCopy;
   uint32_t groupTopk;
   int single; /* combine sums nothing on the way */
@@ -120,11 +120,12 @@ typedef struct epRun {
   const epRound *round;
   ncclEpHandle_t handle;
   epTestTensor topk, x, w, scales, out, outW, outIdx, outScales, y, expertCounters, expertOffsets, total;
-  size_t scaleStride; /* between columns of outScales, 0: row-major */
+  size_t scaleStride;                                   /* between columns of outScales, 0: row-major */
   ncclWindow_t outWindows[2], xWindows[2], wWindows[2]; /* over the memory of out, x and w */
-  unsigned salt;      /* varies what may be varied: counter types, slack of outputs, what follows a borrowing update */
-  int borrow;         /* updates borrow topk_idx; the same on all ranks */
-  int unchecked;      /* the last one's routing is not there yet */
+  unsigned salt; /* varies what may be varied: counter types, slack of outputs, what follows a borrowing update */
+  int borrow;    /* updates borrow topk_idx; the same on all ranks */
+  unsigned long long delayNs; /* the next dispatch comes so much later */
+  int unchecked;              /* the last one's routing is not there yet */
 } epRun;
 
 void epGroupConfigOf(const epCase *c, ncclEpGroupConfig_t *config);

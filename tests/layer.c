@@ -483,7 +483,7 @@ static void makeOut(epTestRank *me, epRun *run, uint64_t capacity) {
 }
 
 /* Dispatch with what the case asks for. */
-static ncclResult_t dispatchCall(const epTestRank *me, epRun *run, int backward, ncclEpDispatchInputs_t *in,
+static ncclResult_t dispatchCall(epTestRank *me, epRun *run, int backward, ncclEpDispatchInputs_t *in,
                                  ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info) {
   const epCase *c = run->round->c;
   ncclEpTensor_t tokens = inWindow(me, run, &run->out, run->outWindows);
@@ -497,6 +497,8 @@ static ncclResult_t dispatchCall(const epTestRank *me, epRun *run, int backward,
     config.quant_recipe = NCCL_EP_DISP_QUANT_FWD;
     in->scales = &run->scales.t, out->scales = &run->outScales.t;
   }
+  if (run->delayNs) EXPECT_OK(me, ncclEpEmuStreamDelay(me->comm, NULL, run->delayNs));
+  run->delayNs = 0;
   if (!c->scaleColumns && !c->noZeroPad) return ncclEpDispatch(run->handle, in, out, info, &config, NULL);
   ext.scale_layout = c->scaleColumns ? NCCL_EP_SCALE_COLUMN_MAJOR : NCCL_EP_SCALE_ROW_MAJOR;
   ext.scale_column_stride = run->salt & 1 ? run->scaleStride : 0;
