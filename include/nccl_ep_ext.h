@@ -409,23 +409,22 @@ ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *con
 /* ---- Profiling ---------------------------------------------------------------------------------------------------- */
 
 typedef enum {
-  NCCL_EP_PROFILE_UPDATE = 0,
-  NCCL_EP_PROFILE_DISPATCH = 1,
-  NCCL_EP_PROFILE_COMBINE = 2
+  NCCL_EP_PROFILE_UPDATE = 0,   /* an update that is a launch of its own */
+  NCCL_EP_PROFILE_DISPATCH = 1, /* a dispatch, with the update that it does */
+  NCCL_EP_PROFILE_COMBINE = 2   /* a combine */
 } ncclEpProfileKind_t;
-/* What thread blocks of an operation do, each from the first one's begin to the last one's end: make the routing record, send,
- * and take what arrives (and with combine, sum it). */
+/* What thread blocks of an operation do, each from the first one's begin to the last one's end. */
 typedef enum {
-  NCCL_EP_SPAN_RECORD = 0,
-  NCCL_EP_SPAN_SEND = 1,
-  NCCL_EP_SPAN_RECEIVE = 2,
-  NCCL_EP_SPANS = 3
+  NCCL_EP_SPAN_RECORD = 0,  /* make the routing record */
+  NCCL_EP_SPAN_SEND = 1,    /* send rows */
+  NCCL_EP_SPAN_RECEIVE = 2, /* take what arrives, and with combine, sum it */
+  NCCL_EP_SPANS = 3         /* how many there are */
 } ncclEpProfileSpan_t;
 
 /* One kernel: an update of its own, a dispatch (with the update that it does) or a combine. */
 typedef struct {
-  unsigned int number; /* of the group's profiled operations, from 1 on */
-  ncclEpProfileKind_t kind;
+  unsigned int number;                       /* of the group's profiled operations, from 1 on */
+  ncclEpProfileKind_t kind;                  /* which call it was */
   unsigned long long start_ns, end_ns;       /* by the device's clock: devices' clocks may differ */
   unsigned int span_start_ns[NCCL_EP_SPANS]; /* since start_ns */
   unsigned int span_end_ns[NCCL_EP_SPANS];   /* 0: there was no such span */
@@ -446,13 +445,13 @@ typedef struct {
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  ncclEpProfileOperation_t *operations; /* caller's [operation_capacity] */
-  ncclEpProfileWait_t *waits;           /* caller's [wait_capacity], or NULL */
-  unsigned int operation_capacity, wait_capacity;
-  unsigned int operation_count; /* OUT: operations told, oldest first */
-  unsigned int wait_count;      /* OUT: waits told, in their operations' order */
-  unsigned int lost;            /* OUT: operations that were overwritten before this call */
-  char advice[256];             /* OUT: one line for people where a wait dominates, else empty */
+  ncclEpProfileOperation_t *operations;           /* caller's [operation_capacity] */
+  ncclEpProfileWait_t *waits;                     /* caller's [wait_capacity], or NULL */
+  unsigned int operation_capacity, wait_capacity; /* elements of the arrays */
+  unsigned int operation_count;                   /* OUT: operations told, oldest first */
+  unsigned int wait_count;                        /* OUT: waits told, in their operations' order */
+  unsigned int lost;                              /* OUT: operations that were overwritten before this call */
+  char advice[256];                               /* OUT: one line for people where a wait dominates, else empty */
 } ncclEpProfile_t;
 #define NCCL_EP_PROFILE_INIT NCCL_EP_STRUCT_INIT(ncclEpProfile_t, NCCL_EP_MAGIC)
 

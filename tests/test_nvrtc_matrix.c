@@ -33,6 +33,7 @@ typedef struct {
 #define DIRECT (1u << 8) /* beside FLAT: into window-backed outputs */
 #define MAJOR EP_LAYOUT_KIND_EXPERT_MAJOR
 #define SINGLE (1u << 9) /* beside a layout: combine without partial sums */
+#define PROFILED (1u << 10) /* beside a layout: the group is profiled */
 #define RANKS EP_LAYOUT_KIND_RANK_MAJOR
 #define PLACES EP_LAYOUT_KIND_EXPERT_MAJOR_3D
 static const matrixCase cases[] = {
@@ -57,6 +58,8 @@ static const matrixCase cases[] = {
     {EP_KERNEL_COMBINE, 5, 40, 6, 5760, EP_DTYPE_BF16, MAJOR, 1, 0, 0},
     {EP_KERNEL_COMBINE, 8, 64, 9, 16, EP_DTYPE_F16, FLAT, 1, 0, 0},
     {EP_KERNEL_COMBINE, 72, 576, 32, 32768, EP_DTYPE_F16, MAJOR, 0, 0, 0},
+    {EP_KERNEL_DISPATCH, 8, 64, 9, 16, EP_DTYPE_BYTES, FLAT | PROFILED, 0, 8, 0},
+    {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, RANKS | PROFILED, 1, 0, 0},
     {EP_KERNEL_COMBINE, 8, 64, 1, 28672, EP_DTYPE_F32, FLAT, 0, 0, 0},
     {EP_KERNEL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, MAJOR | SINGLE, 0, 0, 2},
     {EP_KERNEL_LL_UPDATE, 2, 256, 8, 0, 0, RANKS, 0, 8, 0},
@@ -94,7 +97,8 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   config->topk = c->topk;
   config->rowBytes = c->rowBytes;
   config->dtype = c->dtype;
-  config->layout = c->layout & ~(DIRECT | SINGLE);
+  config->layout = c->layout & ~(DIRECT | SINGLE | PROFILED);
+  config->profile = (c->layout & PROFILED) != 0;
   config->direct = (c->layout & DIRECT) != 0;
   config->single = (c->layout & SINGLE) != 0;
   config->weights = c->weights;
