@@ -59,7 +59,9 @@ enum {
   OPT_COMPARE,
   OPT_SM_CURVE,
   OPT_PLOT,
-  OPT_MODEL
+  OPT_MODEL,
+  OPT_PROFILE,
+  OPT_DELAY
 };
 
 static const struct argp_option optionTable[] = {
@@ -133,6 +135,13 @@ static const struct argp_option optionTable[] = {
      "emulated: run nothing, but predict times and the busiest link on the machine that a file describes "
      "(docs/models/), for up to 2048 ranks",
      0},
+    {"profile", OPT_PROFILE, "BASE", OPTION_ARG_OPTIONAL,
+     "also profile the operations: their spans, and who waited how long for whom; BASE: a timeline too, as BASE.json "
+     "for "
+     "chrome://tracing and as BASE.svg",
+     0},
+    {"delay", OPT_DELAY, "RANK:US", 0, "with --profile: this rank comes so many microseconds late to each operation",
+     0},
     {"json", OPT_JSON, "FILE", 0, "write everything to a file, too", 0},
     {0}};
 
@@ -198,6 +207,15 @@ static void parseCurve(const char *text, epBenchOptions *o, struct argp_state *s
     if (!*end) return;
     at = end;
   }
+}
+
+static void parseDelay(const char *text, epBenchOptions *o, struct argp_state *state) {
+  char *end;
+  unsigned long rank = strtoul(text, &end, 10), us = *end == ':' ? strtoul(end + 1, &end, 10) : 0;
+  if (*end || *text < '0' || *text > '9' || rank >= RUN_RANKS || us < 1 || us > 1000000)
+    argp_error(state, "--delay %s: expected RANK:US, for example 1:300, with 1 to 1000000 microseconds", text);
+  o->delayRank = (unsigned)rank;
+  o->delayUs = (unsigned)us;
 }
 
 static error_t parseOption(int key, char *text, struct argp_state *state) {
@@ -330,6 +348,13 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     break;
   case OPT_SM_CURVE:
     parseCurve(text, o, state);
+    break;
+  case OPT_PROFILE:
+    o->profile = 1;
+    o->profilePath = text;
+    break;
+  case OPT_DELAY:
+    parseDelay(text, o, state);
     break;
   case OPT_MODEL:
     o->modelPath = text;
@@ -496,6 +521,12 @@ int epBenchResolve(epBenchOptions *o) {
   if (o->curveCount && getenv("NCCL_EP_NUM_SMS"))
     return epToolFail("--sm-curve: NCCL_EP_NUM_SMS=%s overrides every number of it: expected it unset",
                       getenv("NCCL_EP_NUM_SMS"));
+  if (o->profile && (o->compare || o->curveCount || o->graph || o->schedules != 1))
+    return epToolFail("--profile: expected none of --compare, --sm-curve, --graph and --schedules beside it");
+  if (o->profile && !o->maxRecv)
+    return epToolFail("--profile: an eager update waits for its counts: expected --max-recv above 0, or without it");
+  if (o->delayUs && (!o->profile || o->delayRank >= o->ranks))
+    return epToolFail("--delay %u:%u: expected --profile, and a rank below %u", o->delayRank, o->delayUs, o->ranks);
   o->tokensText = o->tokensText ? o->tokensText : real ? "4096" : "16";
   o->hidden = o->hidden ? o->hidden : real ? 7168 : 512;
   if (!o->experts && o->modelPath) o->experts = (255 + o->ranks) / o->ranks * o->ranks;

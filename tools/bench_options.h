@@ -33,6 +33,9 @@ typedef struct epBenchOptions {
   const char *compareText;                     /* its cases; NULL: the run's own layout and tokens */
   unsigned curve[EP_BENCH_POINTS], curveCount; /* SMs of --sm-curve */
   const char *plotPath, *modelPath;
+  int profile; /* also where the time of each operation goes */
+  const char *profilePath;
+  unsigned delayRank, delayUs; /* a rank that comes late to what is profiled; 0 us: none does */
   char command[1024];
 } epBenchOptions;
 

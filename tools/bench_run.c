@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "bench_host.h"
+#include "bench_profile.h"
 #include "check.h"
 #include "failure.h"
 #include "meet.h"
@@ -453,7 +454,7 @@ int epBenchBegin(epBench *bench, epLayer *layer) {
   int rc = collectHeader(bench, layer);
   if (!rc && o->graph) rc = warmCalls(bench, layer);
   if (!rc && o->check) rc = checkAll(bench, layer);
-  return !rc && (o->iters || o->hostTime) ? uploadAll(bench, layer) : rc;
+  return !rc && (o->iters || o->hostTime || o->profile) ? uploadAll(bench, layer) : rc;
 }
 
 int epBenchEnd(epLayer *layer, int rc) {
@@ -479,5 +480,6 @@ int epBenchRun(epPort *port, void *context) {
   if (!rc && o->iters) rc = timeAll(bench, layer);
   if (!rc && o->hostTime) rc = epBenchHostTimes(bench, layer);
   if (!rc && o->limits) rc = timeLimits(bench, layer);
+  if (!rc && o->profile) rc = epBenchProfile(bench, layer);
   return epBenchEnd(layer, rc);
 }
