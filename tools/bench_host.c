@@ -8,6 +8,8 @@
 
 #define ROUNDS 200 /* calls are microseconds: many, whatever --iters says */
 #define WARM_UP 20
+#define BUSY_US \
+  100 /* before each round: a caller's thread has not just been woken, with its core's clock low and its caches cold */
 
 static double now(void) {
   struct timespec t;
@@ -28,6 +30,7 @@ int epBenchHostTimes(epBench *bench, epLayer *layer) {
   for (unsigned i = 0; i < before + rounds; i++) {
     double t[4];
     if (epPortBarrier(port)) return -1;
+    for (t[0] = now(); now() - t[0] < BUSY_US;) continue;
     t[0] = now();
     if (epLayerUpdate(layer, i % bench->routings)) return -1;
     t[1] = now();

@@ -146,7 +146,7 @@ void epBenchPrintHeader(const epBenchResult *r) {
   if (o->hostTime)
     printf("# host-prepare: ncclEpPrepare, cold or from the disk cache; host-update, host-dispatch, host-combine: from "
            "call "
-           "to return on the host, stream idle before\n");
+           "to return on the host, stream idle before and the thread busy\n");
   printf("# dispatch includes the update of the routing (topk_idx %s); combine is the call alone\n",
          o->noFused ? "copied by a launch of its own: --no-fused"
                     : "borrowed: no launch of its own where it can be fused");
