@@ -77,7 +77,7 @@ static void epGuessMove(const struct ncclEpGroup *g, int id, uint32_t kind, uint
   ncclResult_t r;
   if (ll) id = combine ? EP_KERNEL_LL_COMBINE : EP_KERNEL_LL_DISPATCH;
   r = ll ? epPolicyLl("", &g->topology, g->sms, id, g->shape.maxTokens, &c, &grid)
-         : epPolicyMove("", &g->topology, g->sms, id, &c, &grid);
+         : epPolicyMove("", &g->topology, epCallSms(g, 0, id, &c), id, &c, &grid);
   if (r == ncclSuccess) epWishAdd(out, id, &c);
 }
 

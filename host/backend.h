@@ -30,7 +30,9 @@ typedef struct epTopology {
   int gin;          /* there is a network between scale-up domains that kernels can use */
   int bulkCopies;   /* kernels may use bulk copies (SM90 and up; the emulator's) */
   epPciAddress pci; /* of a CUDA device */
-  epLinkPlan plan;  /* several domains: what the links want, set by the group; zeros: defaults */
+  /* Of one domain, set by the group; 0: not known. What a GPU's stores reach over its links to the others, and what its memory states. */
+  double linkGbs, memoryGbs;
+  epLinkPlan plan; /* several domains: what the links want, set by the group; zeros: defaults */
 } epTopology;
 
 typedef struct epLaunch {

@@ -151,7 +151,8 @@ ncclResult_t epCombine(const char *call, ncclEpHandle_t h, const ncclEpCombineIn
   if (r != ncclSuccess) return r;
   kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, dtype, backward);
   kc.bias = bias;
-  r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms), EP_KERNEL_COMBINE, &kc, &grid);
+  r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms, EP_KERNEL_COMBINE, &kc), EP_KERNEL_COMBINE, &kc,
+                   &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_COMBINE, &kc, stream, &kernel);
   if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);

@@ -358,7 +358,7 @@ static const epBackendOps ops = {.name = "cuda",
 
 static ncclResult_t readDevice(epCuda *be) {
   epTopology *t = &be->topology;
-  int major = 0, minor = 0;
+  int major = 0, minor = 0, clock = 0, width = 0;
   const struct {
     int attribute;
     int *value;
@@ -373,6 +373,10 @@ static ncclResult_t readDevice(epCuda *be) {
     epCuResult rc = be->cu->deviceGetAttribute(wanted[i].value, wanted[i].attribute, be->device);
     if (rc != EP_CU_SUCCESS) return epCuFail(be->cu, rc, "attribute %d of device %d", wanted[i].attribute, t->device);
   }
+  /* kHz and bits, two transfers a clock; a driver that does not tell them any more is no reason to fail */
+  if (be->cu->deviceGetAttribute(&clock, EP_CU_ATTR_MEMORY_CLOCK_RATE, be->device) == EP_CU_SUCCESS &&
+      be->cu->deviceGetAttribute(&width, EP_CU_ATTR_MEMORY_BUS_WIDTH, be->device) == EP_CU_SUCCESS)
+    t->memoryGbs = 2e-6 * clock * width / 8;
   t->arch = 10 * major + minor;
   t->bulkCopies = t->arch >= 90;
   if (t->arch < 80)

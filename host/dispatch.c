@@ -6,6 +6,7 @@
 #include "runtime.h"
 #include "scales.h"
 #include "sizes.h"
+#include "sm_policy.h"
 #include "tensor.h"
 
 epConfig epMoveConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk, uint32_t rowBytes, uint32_t dtype,
@@ -30,7 +31,10 @@ void epMoveFused(epConfig *c, uint32_t indexBytes) {
   c->indexBytes = indexBytes;
 }
 
-unsigned epCallSms(const struct ncclEpGroup *g, unsigned asked) { return asked && asked < g->sms ? asked : g->sms; }
+unsigned epCallSms(const struct ncclEpGroup *g, unsigned asked, int kernelId, const epConfig *config) {
+  unsigned wanted = asked ? asked : g->config.max_num_sms, sms = epSmPolicy(&g->topology, wanted, kernelId, config);
+  return sms < g->sms ? sms : g->sms;
+}
 
 ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t hidden,
                         ncclDataType_t type, uint32_t *rowBytes) {
@@ -236,14 +240,16 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
   kc.scaleBytes = scaleBytes;
   obstacle = epDirectOutput(h, out->tokens, shared, &kc, &a);
-  if (g->config.zero_copy != NCCL_EP_ZERO_COPY_ON && !epPolicyDirectPays(&g->topology, epCallSms(g, ext->num_sms)))
+  if (g->config.zero_copy != NCCL_EP_ZERO_COPY_ON &&
+      !epPolicyDirectPays(&g->topology, epCallSms(g, ext->num_sms, EP_KERNEL_DISPATCH, &kc)))
     kc.direct = 0;
   if (h->pending.on) {
     epMoveFused(&kc, h->pending.indices.bytes);
     r = g->be->ops->isCapturing(g->be, stream, &capturing);
   }
   if (r == ncclSuccess)
-    r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms), EP_KERNEL_DISPATCH, &kc, &grid);
+    r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms, EP_KERNEL_DISPATCH, &kc), EP_KERNEL_DISPATCH, &kc,
+                     &grid);
   if (r == ncclSuccess) r = epDirectAsked(call, g, &kc, obstacle);
   if (r == ncclSuccess && !kc.fused) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_DISPATCH, &kc, stream, &kernel);

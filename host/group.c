@@ -6,6 +6,7 @@
 
 #include "fail.h"
 #include "hybrid.h"
+#include "links_find.h"
 #include "low_latency.h"
 #include "object.h"
 
@@ -133,6 +134,13 @@ static ncclResult_t epGroupOptions(struct ncclEpGroup *g, const ncclEpGroupExtCo
   return ncclSuccess;
 }
 
+/* What the policy of SMs is summed from, where it is asked. */
+static void epGroupLinks(struct ncclEpGroup *g) {
+  epTopology *t = &g->topology;
+  if (!t->arch || t->ranks < 2 || epIsHybrid(g) || epIsLl(g)) return;
+  t->linkGbs = EP_NVLINK_SHARE * epLinksFind(&t->pci, NULL, 0).nvlinkGbs;
+}
+
 ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config,
                            const ncclEpGroupExtConfig_t *ext) {
   struct ncclEpGroup *g;
@@ -155,7 +163,8 @@ ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGrou
   if (epIsLl(g)) r = epLlWindowCheck("ncclEpCreateGroup", &g->shape, &g->windowLayout.bytes);
   if (r != ncclSuccess) goto release;
   g->scratchLayout = epScratchLayoutOf(g->shape.ranks, g->shape.experts);
-  g->sms = epPolicySms(&g->topology, g->config.max_num_sms);
+  g->sms = epPolicySms(&g->topology, g->config.max_num_sms < NCCL_EP_SMS_FEW ? g->config.max_num_sms : 0);
+  epGroupLinks(g);
   if (epIsHybrid(g)) {
     r = epHybridPlan(g);
     if (r != ncclSuccess) goto release;

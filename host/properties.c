@@ -19,15 +19,14 @@ static unsigned long long epLlBlocks(const struct ncclEpGroup *g, int id) {
              : 0;
 }
 
-static unsigned long long epBlocks(const struct ncclEpGroup *g, int id) {
+static unsigned long long epBlocks(const struct ncclEpGroup *g, int id, uint32_t kind) {
   if (epIsLl(g)) return epLlBlocks(g, id);
-  epConfig c = id == EP_KERNEL_UPDATE
-                   ? epUpdateConfig(g, EP_LAYOUT_KIND_FLAT, g->shape.topk, 8)
-                   : epMoveConfig(g, EP_LAYOUT_KIND_FLAT, g->shape.topk, g->shape.maxRowBytes, EP_DTYPE_BF16, 1);
+  epConfig c = id == EP_KERNEL_UPDATE ? epUpdateConfig(g, kind, g->shape.topk, 8)
+                                      : epMoveConfig(g, kind, g->shape.topk, g->shape.maxRowBytes, EP_DTYPE_BF16, 1);
   epGrid grid;
   ncclResult_t r = id == EP_KERNEL_UPDATE
                        ? epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, g->shape.maxTokens, &c, &grid)
-                       : epPolicyMove("ncclEpGetGroupProperties", &g->topology, g->sms, id, &c, &grid);
+                       : epPolicyMove("ncclEpGetGroupProperties", &g->topology, epCallSms(g, 0, id, &c), id, &c, &grid);
   return r == ncclSuccess ? grid.blocks : 0;
 }
 
@@ -43,9 +42,11 @@ ncclResult_t epGroupProperties(ncclEpGroup_t g, ncclEpGroupProperties_t *p) {
   p->hybrid = epIsHybrid(g);
   p->num_experts = (int)g->shape.experts;
   p->num_local_experts = (int)epLocals(g);
-  p->num_sms_update = (int)epBlocks(g, EP_KERNEL_UPDATE);
-  p->num_sms_dispatch = (int)epBlocks(g, EP_KERNEL_DISPATCH);
-  p->num_sms_combine = (int)epBlocks(g, EP_KERNEL_COMBINE);
+  p->num_sms_update = (int)epBlocks(g, EP_KERNEL_UPDATE, EP_LAYOUT_KIND_FLAT);
+  p->num_sms_dispatch = (int)epBlocks(g, EP_KERNEL_DISPATCH, EP_LAYOUT_KIND_FLAT);
+  p->num_sms_combine = (int)epBlocks(g, EP_KERNEL_COMBINE, EP_LAYOUT_KIND_FLAT);
+  p->num_sms_dispatch_expert_major = (int)epBlocks(g, EP_KERNEL_DISPATCH, EP_LAYOUT_KIND_EXPERT_MAJOR);
+  p->num_sms_combine_expert_major = (int)epBlocks(g, EP_KERNEL_COMBINE, EP_LAYOUT_KIND_EXPERT_MAJOR);
   p->max_in_flight = 0; /* nothing is staged yet */
   p->window_bytes = g->windowLayout.bytes;
   p->scratch_bytes = g->scratchLayout.bytes;
@@ -80,7 +81,7 @@ static ncclResult_t epPrepareMove(const struct ncclEpGroup *g, const ncclEpPrepa
   if (combine) kc.bias = c->num_bias;
   if (!combine && c->window_output) kc.direct = epMayGoDirect(g, c->layout);
   if (fused) epMoveFused(&kc, epTypeBytes(c->index_type));
-  r = epPolicyMove(call, &g->topology, g->sms, id, &kc, &grid);
+  r = epPolicyMove(call, &g->topology, epCallSms(g, 0, id, &kc), id, &kc, &grid);
   if (r == ncclSuccess && (kc.fused || !fused)) epWishAdd(wishes, id, &kc);
   return r;
 }

@@ -222,7 +222,7 @@ ncclResult_t epDirectAsked(const char *call, const struct ncclEpGroup *group, co
 
 /* ---- dispatch.c, combine.c */
 /* SMs of a call that asks for `asked`, 0: any number: at most the group's. */
-unsigned epCallSms(const struct ncclEpGroup *group, unsigned asked);
+unsigned epCallSms(const struct ncclEpGroup *group, unsigned asked, int kernelId, const epConfig *config);
 /* Configurations of the kernels, shared with ncclEpPrepare; threads and bulk are set by the policy, scaleBytes by the
  * caller. */
 epConfig epUpdateConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t indexBytes);

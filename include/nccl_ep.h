@@ -354,8 +354,9 @@ typedef struct {
    * NCCL_EP_AUTO: what the links want. Environment: NCCL_EP_NUM_QPS. ncclEpGetGroupProperties tells what became of it. */
   unsigned int num_qp_per_rank;
   unsigned int num_channels; /* ignored: see max_num_sms */
-  /* Thread blocks (SMs) of a kernel at most; NCCL_EP_AUTO: the whole GPU, and with several scale-up domains what the links can
-   * use, where their rates are known. Environment: NCCL_EP_NUM_SMS. With more than
+  /* Thread blocks (SMs) of a kernel at most; NCCL_EP_AUTO: in high throughput the fewest that reach 95 % of the best bandwidth,
+   * by the rates of the links and the layout, where those rates are known; else the whole GPU. NCCL_EP_SMS_FEW and
+   * NCCL_EP_SMS_ALL of nccl_ep_ext.h are about half of that bandwidth, and all SMs. Environment: NCCL_EP_NUM_SMS. With more than
    * one rank dispatch and combine have at least two blocks, a sender and a receiver, and with several scale-up domains
    * a few more; they also work one after the other. */
   unsigned int max_num_sms;

@@ -126,6 +126,14 @@ typedef struct {
 ncclResult_t ncclEpCreateGroupExt(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config,
                                   const ncclEpGroupExtConfig_t *ext_config);
 
+/* ---- SMs -------------------------------------------------------------------------------------------------------- */
+
+/* For max_num_sms of a group and num_sms of a call. FEW leaves most SMs to computation: in high throughput, within one scale-up
+ * domain, as many as about half of the best bandwidth takes. ALL: the whole GPU (a call: of what its group may use). In low latency, and
+ * across domains, both are all. */
+#define NCCL_EP_SMS_FEW 0xfffffffeu
+#define NCCL_EP_SMS_ALL 0xffffffffu
+
 /* ---- Group properties -------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -142,6 +150,8 @@ typedef struct {
   unsigned long long timeout_ns;                         /* of a wait in a kernel, after the environment */
   char backend[16];                                      /* "cuda" or "emu" */
   unsigned int gin_contexts, gin_signals, queue_pairs;   /* as in ncclEpBufferSize_t */
+  int num_sms_dispatch_expert_major,
+      num_sms_combine_expert_major; /* those above are the flat layout's; low latency: the same */
 } ncclEpGroupProperties_t;
 #define NCCL_EP_GROUP_PROPERTIES_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupProperties_t, NCCL_EP_MAGIC)
 /* ncclEpGetGroupProperties: what a group is and what was chosen for it. The SM counts are those of the largest batch
@@ -200,7 +210,7 @@ typedef struct {
    * row-major order has; the memory behind it holds S * element bytes / 4 columns. Bytes between a column's rows and
    * the next column stay untouched. */
   size_t scale_column_stride;
-  unsigned int num_sms; /* thread blocks (SMs) of this call at most; 0, or more than the group's: the group's */
+  unsigned int num_sms; /* thread blocks (SMs) of this call at most; 0: as the group's max_num_sms says */
   /* See "Streams and events" below. */
   cudaEvent_t start_event;    /* NULL, or: the call's work starts after it */
   cudaEvent_t epilogue_event; /* NULL, or: the receiving part starts after it; not with send_only */
@@ -225,7 +235,7 @@ ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  unsigned int num_sms; /* thread blocks (SMs) of this call at most; 0, or more than the group's: the group's */
+  unsigned int num_sms; /* thread blocks (SMs) of this call at most; 0: as the group's max_num_sms says */
   /* Rows that are added to the sums: each NULL, or [T, H] of the tokens' type, 16-byte aligned. The sum of a token starts
    * with bias[0] + bias[1] in FP32; a token without selection gets their sum, rounded once. */
   const ncclEpTensor_t *bias[2];
@@ -342,9 +352,10 @@ ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *coun
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  const unsigned int *per_source;   /* OUT: [R] rows from each rank (a token once, in both layouts) */
-  const unsigned int *per_expert;   /* OUT: [L] unpadded slots of each local expert */
-  const unsigned int *expert_start; /* OUT: [L + 1] first slot of each local expert, aligned; [L]: all slots with their padding */
+  const unsigned int *per_source; /* OUT: [R] rows from each rank (a token once, in both layouts) */
+  const unsigned int *per_expert; /* OUT: [L] unpadded slots of each local expert */
+  const unsigned int
+      *expert_start; /* OUT: [L + 1] first slot of each local expert, aligned; [L]: all slots with their padding */
 } ncclEpDeviceCounts_t;
 #define NCCL_EP_DEVICE_COUNTS_INIT NCCL_EP_STRUCT_INIT(ncclEpDeviceCounts_t, NCCL_EP_MAGIC)
 /* ncclEpGetDeviceCounts: where kernels of the caller find the exact counts of a handle's routing, without the host.

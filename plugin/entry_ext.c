@@ -59,7 +59,9 @@ ncclResult_t ncclEpCreateGroupExt(ncclEpGroup_t *ep_group, ncclComm_t comm, cons
 ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties) {
   EP_CALL();
   ncclEpGroupProperties_t out;
-  ncclResult_t r = TAKE("ncclEpGetGroupProperties", ncclEpGroupProperties_t, properties, &out);
+  ncclResult_t r = epTakeStruct("ncclEpGetGroupProperties", "properties", properties,
+                                NCCL_EP_FIELD_END(ncclEpGroupProperties_t, queue_pairs), 4, &out,
+                                (unsigned)sizeof out); /* those of expert-major came later */
   if (r == ncclSuccess) r = epGroupProperties(group, &out);
   if (r == ncclSuccess) epGiveStruct(&out, sizeof out, properties);
   return r;
@@ -72,10 +74,9 @@ ncclResult_t ncclEpUpdateHandleExt(ncclEpHandle_t handle, const ncclEpTensor_t *
   static const char call[] = "ncclEpUpdateHandleExt";
   ncclEpLayoutInfo_t info;
   ncclEpUpdateExtConfig_t c;
-  ncclResult_t r = epTakeOptional(call, "layout_info", layout_info, NCCL_EP_LAYOUT_INFO_V1_SIZE, 4, &info,
-                                  (unsigned)sizeof info);
-  if (r == ncclSuccess)
-    r = epTakeOptional(call, "config", config, (unsigned)sizeof c, 4, &c, (unsigned)sizeof c);
+  ncclResult_t r =
+      epTakeOptional(call, "layout_info", layout_info, NCCL_EP_LAYOUT_INFO_V1_SIZE, 4, &info, (unsigned)sizeof info);
+  if (r == ncclSuccess) r = epTakeOptional(call, "config", config, (unsigned)sizeof c, 4, &c, (unsigned)sizeof c);
   if (r == ncclSuccess && c.borrow_topk_idx != 0 && c.borrow_topk_idx != 1)
     r = epFail(ncclInvalidArgument, "%s: config.borrow_topk_idx is %d: expected 0 or 1", call, c.borrow_topk_idx);
   return r == ncclSuccess ? epUpdate(call, handle, topk_idx, &info, c.borrow_topk_idx, stream) : r;
@@ -88,9 +89,9 @@ ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs
   EP_CALL();
   static const char call[] = "ncclEpDispatchExt";
   ncclEpDispatchExtConfig_t ext;
-  ncclResult_t r = epTakeOptional(call, "ext_config", ext_config,
-                                  NCCL_EP_FIELD_END(ncclEpDispatchExtConfig_t, scale_column_stride), 4, &ext,
-                                  (unsigned)sizeof ext); /* num_sms came later, then events */
+  ncclResult_t r =
+      epTakeOptional(call, "ext_config", ext_config, NCCL_EP_FIELD_END(ncclEpDispatchExtConfig_t, scale_column_stride),
+                     4, &ext, (unsigned)sizeof ext); /* num_sms came later, then events */
   if (r == ncclSuccess)
     r = epNoEvents(call, "ext_config", ext.start_event, ext.epilogue_event, ext.done_event, ext.communication_stream);
   return r == ncclSuccess ? epEntryDispatch(call, handle, inputs, outputs, layout_info, config, &ext, stream) : r;
@@ -172,8 +173,9 @@ ncclResult_t ncclEpGetHandleMetadata(ncclEpHandle_t handle, ncclEpHandleMetadata
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config) {
   EP_CALL();
   ncclEpPrepareConfig_t c;
-  ncclResult_t r = epTakeStruct("ncclEpPrepare", "config", config, NCCL_EP_FIELD_END(ncclEpPrepareConfig_t, scale_bytes),
-                                4, &c, (unsigned)sizeof c); /* num_bias came later, then borrow_topk_idx */
+  ncclResult_t r =
+      epTakeStruct("ncclEpPrepare", "config", config, NCCL_EP_FIELD_END(ncclEpPrepareConfig_t, scale_bytes), 4, &c,
+                   (unsigned)sizeof c); /* num_bias came later, then borrow_topk_idx */
   return r == ncclSuccess ? epPrepare(group, &c) : r;
 }
 

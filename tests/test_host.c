@@ -20,6 +20,7 @@
 #include "object.h"
 #include "policy.h"
 #include "sizes.h"
+#include "sm_policy.h"
 #include "tensor.h"
 
 static void expectError(ncclResult_t got, ncclResult_t want, const char *word) {
@@ -294,6 +295,47 @@ static void fusedWhereItFits(void **state) {
   assert_memory_equal(&g, &alone, sizeof g);
 }
 
+static unsigned smsOf(epTopology t, unsigned wanted, int kernel, uint32_t layout, uint32_t ranks, uint32_t rowBytes) {
+  epConfig c = {.ranks = ranks, .experts = 256, .topk = 8, .rowBytes = rowBytes, .layout = layout};
+  c.weights = kernel == EP_KERNEL_DISPATCH;
+  return epSmPolicy(&t, wanted, kernel, &c);
+}
+
+/* SMs by the links: what curves on H200 have shown, and the direction in which other links and layouts move it. */
+static void smsFollowLinksAndLayout(void **state) {
+  (void)state;
+  enum {
+    FLAT = EP_LAYOUT_KIND_FLAT,
+    MAJOR = EP_LAYOUT_KIND_EXPERT_MAJOR,
+    D = EP_KERNEL_DISPATCH,
+    C = EP_KERNEL_COMBINE
+  };
+  epTopology t = {
+      .ranks = 2, .scaleUpRanks = 2, .scaleOutRanks = 1, .arch = 90, .numSms = 132, .linkGbs = 346, .memoryGbs = 4917};
+  epTopology slow = t, fast = t, unknown = t;
+  unsigned flat = smsOf(t, 0, D, FLAT, 2, 14336), major = smsOf(t, 0, D, MAJOR, 2, 14336);
+  unsigned sums = smsOf(t, 0, C, FLAT, 2, 14336);
+  slow.linkGbs = 25, fast.linkGbs = 700, unknown.linkGbs = 0;
+  assert_in_range(flat, 36, 56);
+  assert_in_range(major, 56, 96);
+  assert_in_range(sums, 72, 104);
+  assert_int_equal(smsOf(t, 0, C, MAJOR, 2, 14336), 132);
+  assert_true(smsOf(fast, 0, D, FLAT, 2, 14336) > flat);
+  assert_in_range(smsOf(slow, 0, D, FLAT, 2, 14336), 18, flat);
+  assert_in_range(smsOf(t, 0, D, FLAT, 2, 7168), flat, 132);
+  for (uint32_t ranks = 2; ranks <= 64; ranks *= 2)
+    for (int kernel = D; kernel <= C; kernel++)
+      for (uint32_t layout = FLAT; layout <= MAJOR; layout++) {
+        unsigned few = smsOf(t, NCCL_EP_SMS_FEW, kernel, layout, ranks, 14336),
+                 all = smsOf(t, 0, kernel, layout, ranks, 14336);
+        assert_true(few >= 18 && few <= all && all <= 132);
+        assert_int_equal(smsOf(t, NCCL_EP_SMS_ALL, kernel, layout, ranks, 14336), 132);
+        assert_int_equal(smsOf(unknown, 0, kernel, layout, ranks, 14336), 132);
+        for (unsigned wanted = 1; wanted < 140; wanted += 13)
+          assert_int_equal(smsOf(t, wanted, kernel, layout, ranks, 14336), wanted < 132 ? wanted : 132);
+      }
+}
+
 static void callersLimitIsKept(void **state) {
   (void)state;
   epTopology t = {.numSms = 132};
@@ -539,6 +581,7 @@ int main(void) {
       cmocka_unit_test(largestTopkKeepsPositionsInside),
       cmocka_unit_test(launchesFitTheDevice),
       cmocka_unit_test(fusedWhereItFits),
+      cmocka_unit_test(smsFollowLinksAndLayout),
       cmocka_unit_test(callersLimitIsKept),
       cmocka_unit_test(descriptorsAreChecked),
       cmocka_unit_test(heapDescriptors),

@@ -69,7 +69,8 @@ static const struct argp_option optionTable[] = {
     {"backend", OPT_BACKEND, "auto|cuda|emu", 0, "GPUs, or the emulated fabric (default: auto, GPUs if there are any)",
      0},
     {"topology", OPT_TOPOLOGY, "OxU", 0, "scale-out x scale-up ranks (default: all GPUs; emulated 1x4)", 0},
-    {"sms", OPT_SMS, "N", 0, "SMs the library may use at most (default: its own choice)", 0},
+    {"sms", OPT_SMS, "N|few|all", 0,
+     "SMs the library may use at most (default: its own choice, the fewest for 95 % of the best bandwidth)", 0},
     {"emu-sms", OPT_EMU_SMS, "N", 0, "resident blocks of an emulated rank (default: 8)", 0},
     {"no-bulk", OPT_NO_BULK, 0, 0, "emulated: kernels as on SM80, without bulk copies", 0},
     {"timeout-ms", OPT_TIMEOUT, "N", 0, "bound of every wait in a kernel (default: 10000)", 0},
@@ -290,7 +291,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->schedules = (unsigned)epOptionNumber(text, 1, 1000000, "schedules", state);
     break;
   case OPT_SMS:
-    o->sms = (unsigned)epOptionNumber(text, 0, 1024, "sms", state);
+    o->sms = !strcmp(text, "few")   ? NCCL_EP_SMS_FEW
+             : !strcmp(text, "all") ? NCCL_EP_SMS_ALL
+                                    : (unsigned)epOptionNumber(text, 0, 1024, "sms", state);
     break;
   case OPT_EMU_SMS:
     o->fabric.emuSms = (unsigned)epOptionNumber(text, 1, 1024, "emu-sms", state);

@@ -80,6 +80,20 @@ void epBenchVersion(char *out, size_t size) {
   snprintf(out, size, "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
 
+const char *epBenchSmsText(const epBenchOptions *o) {
+  return o->curveCount               ? "a curve"
+         : o->sms == NCCL_EP_SMS_FEW ? "few"
+         : o->sms == NCCL_EP_SMS_ALL ? "all"
+         : o->sms                    ? "a limit"
+                                     : "the library's choice";
+}
+
+int epBenchSms(const ncclEpGroupProperties_t *p, epRefLayout layout, int combine) {
+  if (layout == EP_REF_EXPERT_MAJOR)
+    return combine ? p->num_sms_combine_expert_major : p->num_sms_dispatch_expert_major;
+  return combine ? p->num_sms_combine : p->num_sms_dispatch;
+}
+
 static const char *scalesName(const epBenchOptions *o) {
   return o->scales == EP_SCALES_FP32 ? "fp32" : o->scales == EP_SCALES_UE8M0 ? "ue8m0" : "none";
 }
@@ -109,9 +123,12 @@ void epBenchPrintHeader(const epBenchResult *r) {
   for (uint32_t i = 0; i < o->ranks; i++)
     if (r->cuda)
       printf("# rank %3d pid %7ld on %s %s\n", r->ranks[i].rank, r->ranks[i].pid, r->ranks[i].host, r->ranks[i].name);
-  printf("# ranks: %u = %d scale-out x %d scale-up%s; SMs: update %d, dispatch %d, combine %d\n", o->ranks,
-         r->properties.scale_out_ranks, r->properties.scale_up_ranks, r->cuda ? "" : ", emulated",
-         r->properties.num_sms_update, r->properties.num_sms_dispatch, r->properties.num_sms_combine);
+  printf("# ranks: %u = %d scale-out x %d scale-up%s\n", o->ranks, r->properties.scale_out_ranks,
+         r->properties.scale_up_ranks, r->cuda ? "" : ", emulated");
+  if (!o->compare)
+    printf("# SMs: %s: update %d, dispatch %d, combine %d%s\n", epBenchSmsText(o), r->properties.num_sms_update,
+           epBenchSms(&r->properties, o->layout, 0), epBenchSms(&r->properties, o->layout, 1),
+           o->curveCount ? " at the first point" : "");
   if (r->properties.hybrid)
     printf("# network of a rank: %u contexts, %u signals, %u queue pairs\n", r->properties.gin_contexts,
            r->properties.gin_signals, r->properties.queue_pairs);
@@ -266,8 +283,12 @@ static json_t *jsonConfig(const epBenchResult *r) {
       "tokens", o->tokensText, "max_tokens", (int)o->maxTokens, "hidden", (int)o->hidden, "topk", (int)o->topk,
       "experts", (int)o->experts, "align", (int)o->align, "index", o->index32 ? "int32" : "int64", "routing",
       o->routingText, "minus_one", o->route.minusOne, "seed", (json_int_t)o->seed, "schedules", (int)o->schedules,
-      "sms", (int)o->sms, "warmup", (int)o->warmup, "iters", (int)o->iters, "check", o->check, "backward", o->backward,
-      "budget_rows", (json_int_t)r->budget, "routings", r->routings, "scales", scalesName(o), "scale_layout",
+      "sms",
+      o->sms < NCCL_EP_SMS_FEW    ? (int)o->sms
+      : o->sms == NCCL_EP_SMS_FEW ? -2
+                                  : -1,
+      "warmup", (int)o->warmup, "iters", (int)o->iters, "check", o->check, "backward", o->backward, "budget_rows",
+      (json_int_t)r->budget, "routings", r->routings, "scales", scalesName(o), "scale_layout",
       o->scaleColumns ? "column" : "row", "scale_bytes", (int)r->scaleBytes, "zero_pad", !o->noZeroPad, "no_bulk",
       o->fabric.emuNoBulk != 0, "graph", o->graph, "fused", !o->noFused, "host_time", o->hostTime, "window_out",
       o->windowOut, "single_reduction", o->single);
@@ -277,11 +298,12 @@ static json_t *jsonGroup(const epBenchResult *r) {
   const ncclEpGroupProperties_t *p = &r->properties;
   return json_pack("{s:i, s:i, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f}", "scale_out_ranks",
                    p->scale_out_ranks, "scale_up_ranks", p->scale_up_ranks, "sms_update", p->num_sms_update,
-                   "sms_dispatch", p->num_sms_dispatch, "sms_combine", p->num_sms_combine, "window_bytes",
-                   (json_int_t)p->window_bytes, "count_bytes", (json_int_t)r->sizes.count_bytes, "metadata_bytes",
-                   (json_int_t)r->sizes.metadata_bytes, "flag_bytes", (json_int_t)r->sizes.flag_bytes, "staging_bytes",
-                   (json_int_t)r->sizes.staging_bytes, "handle_bytes", (json_int_t)r->sizes.handle_bytes,
-                   "scratch_bytes", (json_int_t)p->scratch_bytes, "output_rows", r->outputRows);
+                   "sms_dispatch", epBenchSms(p, r->options->layout, 0), "sms_combine",
+                   epBenchSms(p, r->options->layout, 1), "window_bytes", (json_int_t)p->window_bytes, "count_bytes",
+                   (json_int_t)r->sizes.count_bytes, "metadata_bytes", (json_int_t)r->sizes.metadata_bytes,
+                   "flag_bytes", (json_int_t)r->sizes.flag_bytes, "staging_bytes", (json_int_t)r->sizes.staging_bytes,
+                   "handle_bytes", (json_int_t)r->sizes.handle_bytes, "scratch_bytes", (json_int_t)p->scratch_bytes,
+                   "output_rows", r->outputRows);
 }
 
 static json_t *jsonClocks(const epBenchResult *r) {

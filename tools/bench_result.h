@@ -52,6 +52,8 @@ const epBenchRow *epBenchPartner(const epBenchResult *result, const epBenchRow *
 double epBenchLink(const epBenchResult *result,
                    const epBenchRow *row); /* GB/s of the case's faster link limit; 0: none */
 void epBenchVersion(char *out, size_t size);
+const char *epBenchSmsText(const epBenchOptions *options); /* how their number was chosen */
+int epBenchSms(const ncclEpGroupProperties_t *properties, epRefLayout layout, int combine);
 
 /* Found by all three or added; NULL: full. */
 epBenchRow *epBenchRowOf(epBenchResult *result, const char *label, const char *name, unsigned sms);

@@ -149,7 +149,8 @@ epBenchRow *epBenchRowFor(epBench *bench, epLayer *layer, const char *name) {
 
 static void tellCase(const epBench *bench, const ncclEpGroupProperties_t *p, const ncclEpBufferSize_t *sizes) {
   printf("# case %s: window %zu, handle %zu bytes; SMs: update %d, dispatch %d, combine %d\n", bench->label,
-         p->window_bytes, sizes->handle_bytes, p->num_sms_update, p->num_sms_dispatch, p->num_sms_combine);
+         p->window_bytes, sizes->handle_bytes, p->num_sms_update, epBenchSms(p, bench->options->layout, 0),
+         epBenchSms(p, bench->options->layout, 1));
   fflush(stdout);
 }
 

@@ -76,7 +76,8 @@ GroupProperties = struct(
     ('scale_out_ranks', _i), ('scale_out_rank', _i), ('hybrid', _i), ('num_experts', _i), ('num_local_experts', _i),
     ('num_sms_update', _i), ('num_sms_dispatch', _i), ('num_sms_combine', _i), ('max_in_flight', _i),
     ('window_bytes', _z), ('scratch_bytes', _z), ('timeout_ns', c.c_ulonglong), ('backend', c.c_char * 16),
-    ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u))
+    ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u), ('num_sms_dispatch_expert_major', _i),
+    ('num_sms_combine_expert_major', _i))
 _events = (('start_event', _p), ('epilogue_event', _p), ('done_event', _p), ('communication_stream', _i))
 DispatchExtConfig = struct('ncclEpDispatchExtConfig_t', ('scale_layout', _i), ('no_zero_pad', _i),
                            ('scale_column_stride', _z), ('num_sms', _u), *_events)
