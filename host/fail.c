@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "env.h"
+#include "ranges.h"
 
 #define EP_LINE_BYTES 1024
 
@@ -71,13 +72,15 @@ ncclResult_t(epFail)(ncclResult_t code, const char *format, ...) {
 }
 
 epCallScope epCallEnter(const char *call) {
-  epCallScope scope = {epCall};
+  epCallScope scope = {epCall, epRangesOn()};
   epCall = call;
   epArgument = NULL;
+  if (scope.range) epRangePush(call);
   return scope;
 }
 
 void epCallLeave(epCallScope *scope) {
+  if (scope->range) epRangePop();
   epCall = scope->before;
   epArgument = NULL;
 }

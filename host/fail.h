@@ -22,6 +22,7 @@ ncclResult_t epFail(ncclResult_t code, const char *format, ...) EP_PRINTF(2, 3);
  * not begin with the call itself, so that functions which serve many calls need not be told. */
 typedef struct epCallScope {
   const char *before;
+  int range; /* of NVTX, to be ended */
 } epCallScope;
 epCallScope epCallEnter(const char *call);
 void epCallLeave(epCallScope *scope);
