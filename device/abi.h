@@ -100,6 +100,9 @@ typedef struct epGroupArgs {
   uint32_t rank, maxTokens, stageRows, windowTopk;
 } epGroupArgs;
 
+/* In the word that says how wide a counter is (1: int64): it is added to, and counts are those without padding. */
+#define EP_COUNTER_ADDS 2u
+
 typedef struct epUpdateArgs {
   epGroupArgs group;
   epRecordLayout recordLayout;

@@ -341,10 +341,11 @@ template <class C> DEV uint32_t ep_ll_bytes(const C c, uint32_t s) {
 DEV void ep_ll_counter(void *counter, uint32_t wide, uint32_t i, uint32_t value) {
   if (!counter)
     return;
-  if (wide)
-    p::stg<int64_t>((int64_t *)counter + i, (int64_t)value);
+  bool adds = (wide & EP_COUNTER_ADDS) != 0;
+  if (wide & 1)
+    p::stg<int64_t>((int64_t *)counter + i, (int64_t)value + (adds ? p::ldg<int64_t>((int64_t *)counter + i) : 0));
   else
-    p::stg<int32_t>((int32_t *)counter + i, (int32_t)value);
+    p::stg<int32_t>((int32_t *)counter + i, (int32_t)value + (adds ? p::ldg<int32_t>((int32_t *)counter + i) : 0));
 }
 
 #endif

@@ -215,10 +215,11 @@ template <class F> DEV void ep_warp_prefix(uint32_t out, uint32_t n, F in) {
 
 DEV void ep_put_counter(void *counter, uint32_t wide, uint32_t i, uint32_t value) {
   if (!counter) return;
-  if (wide)
-    p::stg<int64_t>((int64_t *)counter + i, (int64_t)value);
+  bool adds = (wide & EP_COUNTER_ADDS) != 0;
+  if (wide & 1)
+    p::stg<int64_t>((int64_t *)counter + i, (int64_t)value + (adds ? p::ldg<int64_t>((int64_t *)counter + i) : 0));
   else
-    p::stg<int32_t>((int32_t *)counter + i, (int32_t)value);
+    p::stg<int32_t>((int32_t *)counter + i, (int32_t)value + (adds ? p::ldg<int32_t>((int32_t *)counter + i) : 0));
 }
 
 /* Shared memory of the gathering block: counts [R][L], rows [R], zone counts [L], zone bases [L + 1], row bases [R + 1]. */
@@ -320,7 +321,7 @@ template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, u
     p::stg<uint32_t>(zoneBase + e, slot);
     p::stg<uint32_t>(zoneCount + e, n);
     ep_put_counter(a.expertOffsets, a.expertOffsetsWide, e, slot);
-    ep_put_counter(a.expertCounters, a.expertCountersWide, e, flat ? n : padded);
+    ep_put_counter(a.expertCounters, a.expertCountersWide, e, flat || a.expertCountersWide & EP_COUNTER_ADDS ? n : padded);
     for (uint32_t s = 0; s < c.ranks; s++) {
       uint64_t *reply = (uint64_t *)(ep_window(a.group, s) + a.group.window.replies);
       p::st_relaxed_sys(reply + (uint64_t)((gen & 1) * c.ranks + me) * words + e, ep_word(gen, slot));

@@ -212,6 +212,7 @@ static ncclResult_t dispatchCounters(const char *call, const struct ncclEpHandle
   a->globalIdx = info->recv_topk_idx_kind == NCCL_EP_EXPERT_ID_GLOBAL;
   r = counterCheck(call, "layout_info.expert_counters", g, info->expert_counters, epLocals(g), "local experts",
                    &a->expertCounters, &a->expertCountersWide);
+  if (h->adds) a->expertCountersWide |= EP_COUNTER_ADDS;
   if (r == ncclSuccess)
     r = counterCheck(call, "layout_info.src_rank_counters", g, info->src_rank_counters, g->shape.ranks, "ranks",
                      &a->sourceCounters, &a->sourceCountersWide);

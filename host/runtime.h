@@ -102,6 +102,7 @@ struct ncclEpHandle {
   uint8_t *countsDev;
   uint32_t generation; /* of the last update; meaningful unless it was captured */
   int captured;        /* the last update was captured */
+  int adds;            /* low latency: dispatches add to the experts' counters */
   int dispatched;      /* low latency: the record holds what combine needs */
   cudaStream_t stream; /* of the last update */
   struct {
@@ -197,8 +198,10 @@ uint32_t epLayoutKind(const struct ncclEpGroup *group, ncclEpLayout_t layout);
 /* ---- update.c, dispatch.c, combine.c */
 /* An update has been launched, by itself or inside a dispatch: what that makes of the handle. */
 void epUpdateIssued(struct ncclEpHandle *handle, int capturing, cudaStream_t stream);
+/* `options`: of EP_UPDATE_*. */
+enum { EP_UPDATE_BORROW = 1, EP_UPDATE_ADD = 2 /* to the experts' counters */ };
 ncclResult_t epUpdate(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *topk,
-                      const ncclEpLayoutInfo_t *info, int borrow, cudaStream_t stream);
+                      const ncclEpLayoutInfo_t *info, int options, cudaStream_t stream);
 /* Launches the update that is pending, if one is. */
 ncclResult_t epUpdatePending(const char *call, struct ncclEpHandle *handle, cudaStream_t stream);
 /* `call`: ncclEpDispatch or ncclEpDispatchExt, for messages. */

@@ -116,7 +116,8 @@ static ncclResult_t epUpdateLaunch(const char *call, struct ncclEpHandle *h, con
 }
 
 ncclResult_t epUpdate(const char *call, ncclEpHandle_t h, const ncclEpTensor_t *topk, const ncclEpLayoutInfo_t *info,
-                      int borrow, cudaStream_t stream) {
+                      int options, cudaStream_t stream) {
+  int borrow = (options & EP_UPDATE_BORROW) != 0;
   struct ncclEpGroup *g;
   epUpdateArgs a;
   epIndices indices = {0};
@@ -126,8 +127,10 @@ ncclResult_t epUpdate(const char *call, ncclEpHandle_t h, const ncclEpTensor_t *
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
   if (r == ncclSuccess) r = epUpdateIndices(call, h, topk, &indices);
+  if (r == ncclSuccess) h->adds = (options & EP_UPDATE_ADD) != 0;
   if (r == ncclSuccess && epIsLl(g)) return epLlUpdate(call, h, &indices, info, borrow, stream);
   if (r == ncclSuccess && info) r = epUpdateCounters(call, h, info, &a);
+  if (h->adds) a.expertCountersWide |= EP_COUNTER_ADDS;
   if (r != ncclSuccess) return r;
   a.group = epGroupArgsOf(g);
   a.recordLayout = epRecordLayoutOf(g->shape.ranks, g->shape.experts, indices.topk, g->shape.maxTokens);

@@ -170,6 +170,10 @@ typedef struct {
    * in each replay). The update then launches nothing where it can, and that dispatch reads topk_idx in place: one
    * launch less. 0: as ncclEpUpdateHandle, topk_idx may be overwritten once the stream has passed the update. */
   int borrow_topk_idx;
+  /* 1: layout_info.expert_counters (in low latency: those of the dispatches on this routing) are added to instead of being set, the
+   * experts' (token, k) without padding: statistics over many batches that the caller alone resets. Per batch,
+   * ncclEpGetDeviceCounts has the exact counts. 0: they are set. */
+  int cumulative_counters;
 } ncclEpUpdateExtConfig_t;
 #define NCCL_EP_UPDATE_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpUpdateExtConfig_t, NCCL_EP_MAGIC)
 /* ncclEpUpdateHandleExt: ncclEpUpdateHandle, with options.

@@ -74,12 +74,19 @@ ncclResult_t ncclEpUpdateHandleExt(ncclEpHandle_t handle, const ncclEpTensor_t *
   static const char call[] = "ncclEpUpdateHandleExt";
   ncclEpLayoutInfo_t info;
   ncclEpUpdateExtConfig_t c;
+  int options = 0;
   ncclResult_t r =
       epTakeOptional(call, "layout_info", layout_info, NCCL_EP_LAYOUT_INFO_V1_SIZE, 4, &info, (unsigned)sizeof info);
-  if (r == ncclSuccess) r = epTakeOptional(call, "config", config, (unsigned)sizeof c, 4, &c, (unsigned)sizeof c);
+  if (r == ncclSuccess)
+    r = epTakeOptional(call, "config", config, NCCL_EP_FIELD_END(ncclEpUpdateExtConfig_t, borrow_topk_idx), 4, &c,
+                       (unsigned)sizeof c); /* cumulative_counters came later */
   if (r == ncclSuccess && c.borrow_topk_idx != 0 && c.borrow_topk_idx != 1)
     r = epFail(ncclInvalidArgument, "%s: config.borrow_topk_idx is %d: expected 0 or 1", call, c.borrow_topk_idx);
-  return r == ncclSuccess ? epUpdate(call, handle, topk_idx, &info, c.borrow_topk_idx, stream) : r;
+  if (r == ncclSuccess && c.cumulative_counters != 0 && c.cumulative_counters != 1)
+    r = epFail(ncclInvalidArgument, "%s: config.cumulative_counters is %d: expected 0 or 1", call,
+               c.cumulative_counters);
+  options = (c.borrow_topk_idx ? EP_UPDATE_BORROW : 0) | (c.cumulative_counters ? EP_UPDATE_ADD : 0);
+  return r == ncclSuccess ? epUpdate(call, handle, topk_idx, &info, options, stream) : r;
 }
 
 ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
