@@ -22,9 +22,9 @@ DEV uint32_t ep_profile_stamp() { return (uint32_t)p::globaltimer() | 1; }
 
 DEV void ep_profile_keep(uint32_t *at, uint32_t value, bool greatest) {
   uint32_t old = p::ld_relaxed_sys(at);
-  while (old == 0 || ((int32_t)(value - old) > 0) == greatest) {
+  while (old == 0 || (value != old && ((int32_t)(value - old) > 0) == greatest)) {
     uint32_t seen = p::atomic_cas(at, old, value);
-    if (seen == old || old == value) return;
+    if (seen == old) return;
     old = seen;
   }
 }
@@ -90,7 +90,10 @@ DEV void ep_profile_end(epProfile &x, uint32_t span, uint32_t blocks) {
   p::st_release_sys(&h->number, number);
 }
 
-/* A wait for `peer` that began at `start` has ended well. Waits for the own kernel's blocks are no rank's fault. */
+/* Rounded: of many threads whose waits end together few have something new to keep. */
+DEV uint32_t ep_profile_round(uint32_t ns) { return (ns & ~(EP_PROFILE_GRAIN - 1)) | 1; }
+
+/* A wait for `peer` that began at `start` has ended well. Waits for this rank's own blocks and words are no rank's fault. */
 DEV void ep_profile_waited(const epGroupArgs &g, uint64_t start, uint32_t phase, uint32_t peer) {
   uint8_t *area = ep_profile_area(g);
   uint32_t wait = phase == EP_PHASE_UPDATE_COUNTS                                         ? EP_WAIT_COUNTS
@@ -98,14 +101,14 @@ DEV void ep_profile_waited(const epGroupArgs &g, uint64_t start, uint32_t phase,
                   : phase == EP_PHASE_UPDATE_REPLY                                        ? EP_WAIT_PLACES
                   : phase == EP_PHASE_DISPATCH_CREDIT || phase == EP_PHASE_COMBINE_CREDIT ? EP_WAIT_STAGING
                                                                                           : EP_WAIT_ROWS;
-  if (!area || phase == EP_PHASE_GRID) return;
+  if (!area || phase == EP_PHASE_GRID || peer == g.rank) return;
   uint64_t now = p::globaltimer(), took = now - start;
-  uint32_t ns = took < 0x7fffffffu ? (uint32_t)took : 0x7fffffffu, stamp = (uint32_t)now | 1;
+  uint32_t ns = took < 0x7fffffffu ? (uint32_t)took : 0x7fffffffu, stamp = ep_profile_round((uint32_t)now);
   epProfileRecord *r = ep_profile_record(area, ep_profile_number(area));
   epProfileWait *w = (epProfileWait *)(r + 1) + wait * p::ldg<uint32_t>(&((epProfileHeader *)area)->ranks) + peer;
   p::atomic_add(&w->count, 1);
   p::atomic_add(&w->total, (uint32_t)(took / EP_WAIT_UNIT));
-  ep_profile_keep(&w->longest, ns | 1, true);
+  ep_profile_keep(&w->longest, ep_profile_round(ns), true);
   ep_profile_keep(&w->first, stamp, false);
   ep_profile_keep(&w->last, stamp, true);
 }

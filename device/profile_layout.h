@@ -22,6 +22,7 @@ typedef struct epProfileWait {
   uint32_t count, total /* in EP_WAIT_UNIT ns */, longest, first, last /* stamps: when such a wait ended */;
 } epProfileWait;
 #define EP_WAIT_UNIT 16u
+#define EP_PROFILE_GRAIN 128u /* ns, of stamps and lengths of waits */
 
 typedef struct epProfileRecord {
   uint32_t number; /* the operation's, from 1 on; written last, 0 before */

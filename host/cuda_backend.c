@@ -368,15 +368,14 @@ static ncclResult_t readDevice(epCuda *be) {
                 {EP_CU_ATTR_PCI_DOMAIN_ID, &t->pci.domain},
                 {EP_CU_ATTR_PCI_BUS_ID, &t->pci.bus},
                 {EP_CU_ATTR_PCI_DEVICE_ID, &t->pci.device},
+                {EP_CU_ATTR_MEMORY_CLOCK_RATE, &clock},
+                {EP_CU_ATTR_MEMORY_BUS_WIDTH, &width},
                 {EP_CU_ATTR_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, &t->smemPerBlock}};
   for (size_t i = 0; i < sizeof(wanted) / sizeof(wanted[0]); i++) {
     epCuResult rc = be->cu->deviceGetAttribute(wanted[i].value, wanted[i].attribute, be->device);
     if (rc != EP_CU_SUCCESS) return epCuFail(be->cu, rc, "attribute %d of device %d", wanted[i].attribute, t->device);
   }
-  /* kHz and bits, two transfers a clock; a driver that does not tell them any more is no reason to fail */
-  if (be->cu->deviceGetAttribute(&clock, EP_CU_ATTR_MEMORY_CLOCK_RATE, be->device) == EP_CU_SUCCESS &&
-      be->cu->deviceGetAttribute(&width, EP_CU_ATTR_MEMORY_BUS_WIDTH, be->device) == EP_CU_SUCCESS)
-    t->memoryGbs = 2e-6 * clock * width / 8;
+  t->memoryGbs = 2e-6 * clock * width / 8; /* kHz and bits, two transfers a clock */
   t->arch = 10 * major + minor;
   t->bulkCopies = t->arch >= 90;
   if (t->arch < 80)

@@ -10,7 +10,8 @@
  * read several slots for each row they send, so two thirds of the blocks send (T = 4096: 66 of 132 224 us, 88 211 us, 108
  * 237 us); those that are done help to reduce. */
 #define EP_PUSH_BLOCKS_DISPATCH 28u
-/* In expert-major the epilogue writes each row several times and is the longer part; short rows need more senders. */
+/* In expert-major the epilogue writes each row several times and is the longer part, 2.4 us of an SM for 0.7 of a sender's; short rows
+ * need more senders. */
 #define EP_PUSH_BLOCKS_DISPATCH_MAJOR 16u
 #define EP_LONG_ROW 8192u
 #define EP_PUSH_BLOCKS_COMBINE_FLAT 28u
@@ -77,12 +78,14 @@ unsigned epPolicyFusedBlocks(const epTopology *topology, const epGrid *grid, uin
 }
 
 static unsigned epPushBlocks(int kernelId, const epConfig *config, unsigned blocks) {
-  unsigned half = blocks / 2;
+  unsigned half = blocks / 2, few = blocks > 4 ? blocks * 3 / 11 : half;
   int major = config->layout != EP_LAYOUT_KIND_FLAT && config->rowBytes >= EP_LONG_ROW;
   if (kernelId == EP_KERNEL_DISPATCH && config->direct && blocks > 2 * EP_DIRECT_RECEIVERS(blocks))
     return least(EP_PUSH_BLOCKS_DIRECT, blocks - EP_DIRECT_RECEIVERS(blocks));
   if (kernelId == EP_KERNEL_DISPATCH)
-    return least(major ? EP_PUSH_BLOCKS_DISPATCH_MAJOR : EP_PUSH_BLOCKS_DISPATCH, half);
+    return config->layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_DISPATCH, half)
+           : major                               ? least(EP_PUSH_BLOCKS_DISPATCH_MAJOR, few)
+                                                 : least(EP_PUSH_BLOCKS_DISPATCH, few);
   return config->layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_COMBINE_FLAT, half) : blocks * 2 / 3;
 }
 

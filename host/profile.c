@@ -115,19 +115,33 @@ static void epProfileTell(const struct ncclEpGroup *g, const epProfileRecord *r,
   }
 }
 
+/* When the first of what this rank missed of rank `peer` came: about how late that one began. Rows that are far behind others are
+ * waited for long, also from a rank that is in time; what it gave back of the operation before says nothing, and places, which it tells once it has heard of all, may be another's fault. *wait: the kind. */
+static uint32_t epLateness(const struct ncclEpGroup *g, const epProfileRecord *r, uint32_t peer, uint32_t *wait) {
+  uint32_t late = 0;
+  for (uint32_t w = 0; w < EP_WAITS; w++) {
+    const epProfileWait *of = &epProfileWaitsOf(r)[w * g->shape.ranks + peer];
+    uint32_t came = epSince(r->start, of->first);
+    if (!of->count || w == EP_WAIT_STAGING || w == EP_WAIT_PLACES || (late && came >= late)) continue;
+    late = came;
+    *wait = w;
+  }
+  return late;
+}
+
 /* Keeps the wait that cost most of those that dominate their operation. */
 static void epProfileAdvise(const struct ncclEpGroup *g, const epProfileRecord *r, uint32_t *worst, char *advice,
                             size_t bytes) {
   static const char *const names[] = {"update", "dispatch", "combine"};
   uint32_t took = (uint32_t)r->end - r->start;
-  for (uint32_t i = 0; i < EP_WAITS * g->shape.ranks; i++) {
-    const epProfileWait *w = &epProfileWaitsOf(r)[i];
-    ncclEpProfileKind_t kind = epProfileKind(r->kind);
-    if (w->longest <= *worst || w->longest < EP_ADVICE_NS || w->longest < took / EP_ADVICE_PART) continue;
-    *worst = w->longest;
-    snprintf(advice, bytes, "rank %u was late by %.0f us in %s (of the %.0f us that %s %u took on rank %d)",
-             i % g->shape.ranks, 1e-3 * w->longest, epPhaseName(epProfilePhase(i / g->shape.ranks, kind)), 1e-3 * took,
-             names[kind], r->number, g->topology.rank);
+  ncclEpProfileKind_t kind = epProfileKind(r->kind);
+  for (uint32_t peer = 0; peer < g->shape.ranks; peer++) {
+    uint32_t wait = 0, late = epLateness(g, r, peer, &wait);
+    if (late <= *worst || late < EP_ADVICE_NS || late < took / EP_ADVICE_PART) continue;
+    *worst = late;
+    snprintf(advice, bytes, "rank %u was late by %.0f us in %s (of the %.0f us that %s %u took on rank %d)", peer,
+             1e-3 * late, epPhaseName(epProfilePhase(wait, kind)), 1e-3 * took, names[kind], r->number,
+             g->topology.rank);
   }
 }
 

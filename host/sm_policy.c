@@ -1,6 +1,6 @@
 /* The rule: what an SM spends on a token's rows, over the time that the busiest of link and memory takes for the token. Its rates
- * are those of curves over SMs on H200 (docs/performance.md), of rows of 14,336 bytes; a shorter row costs as much as one of 8 KB,
- * because trips and flags do not get shorter. What a token costs and what the link carries of it follow from the layout, the number of
+ * are those of curves over SMs on H200 (docs/performance.md), of rows of 14,336 bytes; a shorter row costs nearly as much
+ * (FP8: seven eighths), because trips and flags do not get shorter. What a token costs and what the link carries of it follow from the layout, the number of
  * ranks and top-k, so that other shapes and other links get other numbers. */
 #include "sm_policy.h"
 
@@ -8,16 +8,18 @@
 
 /* Microseconds of an SM for 14,336 bytes: a row read, stored over the link, stored to memory once, and once more. */
 #define EP_SM_ROW_BYTES 14336.0
-#define EP_SM_LEAST_BYTES 8192.0
+#define EP_SM_LEAST_BYTES 12288.0
 #define EP_SM_READ_US 0.15
 #define EP_SM_SEND_US 0.53
 #define EP_SM_STORE_US 0.26
 /* Combine: a part read and added, a sum rounded and stored. */
 #define EP_SM_ADD_US 0.35
 #define EP_SM_SUM_US 0.42
-/* Above the sum. Combine's reducers take tokens in order and wait for rows that others of them could use. */
-#define EP_SM_HEADROOM 1.15
-#define EP_SM_COMBINE_HEADROOM 1.9
+/* Above the sum: what a link needs ahead of it not to idle, and memory. Combine's reducers take tokens in order, and wait for rows while
+ * others have come. */
+#define EP_SM_LINK_HEADROOM 1.3
+#define EP_SM_MEMORY_HEADROOM 1.15
+#define EP_SM_COMBINE_HEADROOM 2.1
 #define EP_SM_MEMORY_SHARE 0.65 /* of the stated rate, of copies to rows in any order */
 #define EP_SM_FEW_SHARE 0.5     /* of the best bandwidth, of NCCL_EP_SMS_FEW */
 #define EP_SM_LEAST 18u         /* 16 receivers beside two senders: fewer are slow at the record */
@@ -51,7 +53,7 @@ static epTokenCost epCostOf(int kernelId, const epConfig *c) {
 
 unsigned epSmPolicy(const epTopology *topology, unsigned wanted, int kernelId, const epConfig *c) {
   unsigned all = topology->numSms > 0 ? (unsigned)topology->numSms : 1, sms;
-  double row = c->rowBytes + epTailBytes(c), link, memory, us, headroom;
+  double row = c->rowBytes + epTailBytes(c), link, memory, us, rate;
   epTokenCost t;
   if (wanted && wanted != NCCL_EP_SMS_FEW && wanted != NCCL_EP_SMS_ALL) return wanted < all ? wanted : all;
   if (wanted == NCCL_EP_SMS_ALL || !(topology->linkGbs > 0) || topology->scaleOutRanks > 1 || c->ranks < 2) return all;
@@ -59,8 +61,10 @@ unsigned epSmPolicy(const epTopology *topology, unsigned wanted, int kernelId, c
   link = t.sent * row / (1e3 * topology->linkGbs);
   memory = topology->memoryGbs > 0 ? t.moved * row / (1e3 * topology->memoryGbs * EP_SM_MEMORY_SHARE) : 0;
   us = t.us * (row > EP_SM_LEAST_BYTES ? row : EP_SM_LEAST_BYTES) / EP_SM_ROW_BYTES;
-  headroom = kernelId == EP_KERNEL_DISPATCH ? EP_SM_HEADROOM : EP_SM_COMBINE_HEADROOM;
-  us *= headroom / (link > memory ? link : memory);
+  rate = kernelId == EP_KERNEL_DISPATCH ? EP_SM_LINK_HEADROOM / link : EP_SM_COMBINE_HEADROOM / link;
+  if (kernelId == EP_KERNEL_DISPATCH && memory > 0 && rate > EP_SM_MEMORY_HEADROOM / memory)
+    rate = EP_SM_MEMORY_HEADROOM / memory;
+  us *= rate;
   if (wanted == NCCL_EP_SMS_FEW) us *= EP_SM_FEW_SHARE;
   if (us >= all) return all;
   sms = (unsigned)us + 1;

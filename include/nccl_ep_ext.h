@@ -448,13 +448,15 @@ typedef struct {
 /* Waits of an operation for one rank: of all warps and threads that did not find there what they needed. Their times overlap.
  * Rows of another scale-up domain are waited for at the rank of the own domain that they come through. */
 typedef struct {
-  unsigned int number;            /* of the operation */
-  int rank;                       /* that was waited for */
-  char phase[32];                 /* for example "dispatch: rows" */
-  unsigned int waits;             /* how many */
-  unsigned int longest_ns;        /* of one: about how late the rank was */
-  unsigned int first_ns, last_ns; /* since the operation's start_ns: when the first and the last of them ended */
-  unsigned long long total_ns;    /* of all */
+  unsigned int number;     /* of the operation */
+  int rank;                /* that was waited for */
+  char phase[32];          /* for example "dispatch: rows" */
+  unsigned int waits;      /* how many */
+  unsigned int longest_ns; /* of one */
+  /* Since the operation's start_ns: when the first and the last of them ended. The first of counts, routing rows and rows is about
+   * how late the rank was. */
+  unsigned int first_ns, last_ns;
+  unsigned long long total_ns; /* of all */
 } ncclEpProfileWait_t;
 
 typedef struct {

@@ -144,63 +144,81 @@ static void tellSpans(const epProfiledRank *ranks, unsigned count) {
     }
 }
 
-/* The longest waits of a rank's operations of one kind for `source`: their median, and the phase that most of them were in. */
-static unsigned waitsFor(const epProfiledRank *r, int kind, int source, double *longest, double *most,
-                         const char **phase) {
-  double values[EP_PROFILE_OPS];
+/* Of a rank's operations of one kind, what it missed of `source`: median of the longest wait; median of when the first of it
+ * came, which is about how late the source began (what it gave back of the operation before says nothing, and its places
+ * wait for all others), and what that was. */
+typedef struct missed {
+  unsigned count;
+  double longest, came;
+  const char *phase;
+} missed;
+
+static missed missedOf(const epProfiledRank *r, int kind, int source) {
+  double longest[EP_PROFILE_OPS], came[EP_PROFILE_OPS];
+  missed m = {0, 0, 0, ""};
   unsigned n = 0;
-  *most = 0;
   for (unsigned i = 0; i < r->count; i++) {
     const epProfiledOp *o = &r->ops[i];
-    const ncclEpProfileWait_t *found = NULL;
+    const ncclEpProfileWait_t *first = NULL;
+    double most = 0;
     if ((int)o->op.kind != kind) continue;
-    for (unsigned w = 0; w < o->waitCount && !found; w++)
-      if (o->waits[w].rank == source) found = &o->waits[w];
-    if (!found) continue;
-    values[n++] = 1e-3 * found->longest_ns;
-    if (values[n - 1] > *most) {
-      *most = values[n - 1];
-      *phase = found->phase;
+    for (unsigned w = 0; w < o->waitCount; w++) {
+      const ncclEpProfileWait_t *of = &o->waits[w];
+      if (of->rank != source) continue;
+      most = 1e-3 * of->longest_ns > most ? 1e-3 * of->longest_ns : most;
+      if (!strstr(of->phase, "staging") && !strstr(of->phase, "places") && (!first || of->first_ns < first->first_ns))
+        first = of;
     }
+    if (most <= 0) continue;
+    longest[m.count++] = most;
+    if (!first) continue;
+    came[n++] = 1e-3 * first->first_ns;
+    m.phase = first->phase;
   }
-  *longest = median(values, n);
-  return n;
+  m.longest = median(longest, m.count);
+  m.came = median(came, n);
+  return m;
 }
 
 static void tellWaits(const epProfiledRank *ranks, unsigned count) {
-  printf("# %4s %-9s %8s %6s %12s %12s  %s\n", "rank", "operation", "waits", "for", "longest (us)", "of all (us)",
-         "in the phase");
+  printf("# waits: the longest for a rank, and when the first of what was missing came\n");
+  printf("# %4s %-9s %6s %6s %12s %12s  %s\n", "rank", "operation", "count", "for", "longest (us)", "first (us)",
+         "which was");
   for (unsigned r = 0; r < count; r++)
     for (int kind = 0; kind < 3; kind++)
       for (unsigned s = 0; s < count; s++) {
-        const char *phase = "";
-        double longest, most;
-        unsigned n = waitsFor(&ranks[r], kind, (int)s, &longest, &most, &phase);
-        if (n)
-          printf("  %4u %-9s %8u %6u %12.1f %12.1f  %s\n", r, epProfileKindNames[kind], n, s, longest, most, phase);
+        missed m = missedOf(&ranks[r], kind, (int)s);
+        if (m.count)
+          printf("  %4u %-9s %6u %6u %12.1f %12.1f  %s\n", r, epProfileKindNames[kind], m.count, s, m.longest, m.came,
+                 m.phase);
       }
 }
 
-/* For each kind of operation: the rank that others waited longest for, if that dominates. */
+/* A rank that waited about as long itself only hands on another's delay. */
+static int waitedToo(const epProfiledRank *ranks, unsigned count, int kind, unsigned rank, double came) {
+  for (unsigned s = 0; s < count; s++)
+    if (missedOf(&ranks[rank], kind, (int)s).came > 0.5 * came) return 1;
+  return 0;
+}
+
+/* For each kind of operation: the rank that came last, if waiting for it dominates. */
 static void advise(const epProfiledRank *ranks, unsigned count) {
   unsigned lines = 0;
   for (int kind = 0; kind < 3; kind++) {
-    double worst = 0, all = 0;
-    unsigned late = 0, who = 0, n = 0;
-    const char *phase = "";
+    missed worst = {0, 0, 0, ""};
+    unsigned late = 0, who = 0;
+    double all = 0;
     for (unsigned r = 0; r < count; r++)
       for (unsigned s = 0; s < count; s++) {
-        const char *in = "";
-        double longest, most;
-        unsigned found = waitsFor(&ranks[r], kind, (int)s, &longest, &most, &in);
-        if (!found || longest <= worst) continue;
-        worst = longest, late = s, who = r, n = found, phase = in;
+        missed m = missedOf(&ranks[r], kind, (int)s);
+        if (m.came <= worst.came || waitedToo(ranks, count, kind, s, m.came)) continue;
+        worst = m, late = s, who = r;
         over(&ranks[r], kind, -1, 0, &all);
       }
-    if (worst < ADVICE_US || worst < ADVICE_PART * all) continue;
+    if (worst.came < ADVICE_US || worst.came < ADVICE_PART * all) continue;
     lines++;
-    printf("# advice: rank %u was late by %.0f us in %s: rank %u waited in %u operations, each of %.0f us\n", late,
-           worst, phase, who, n, all);
+    printf("# advice: rank %u was late by %.0f us in %s: rank %u waited for it in %u operations, of %.0f us each\n",
+           late, worst.came, worst.phase, who, worst.count, all);
   }
   if (!lines) printf("# advice: no wait for a single rank dominates an operation\n");
 }
