@@ -42,7 +42,8 @@ static_assert(sizeof(ncclCommProperties) == EP_NCCL_PROPERTIES_BYTES(NCCL_VERSIO
               "ncclCommProperties has another size than the host's");
 static_assert(EP_AT(ncclDevComm, abortFlag) == EP_NCCL_ABORT_FLAG(NCCL_VERSION_CODE),
               "ncclDevComm::abortFlag is not where the host has it");
-static_assert(NCCL_GIN_CONNECTION_FULL == EP_NCCL_CONNECTION_FULL, "NCCL_GIN_CONNECTION_FULL");
+static_assert(NCCL_GIN_CONNECTION_FULL == EP_NCCL_CONNECTION_FULL && NCCL_GIN_CONNECTION_RAIL == EP_NCCL_CONNECTION_RAIL,
+              "ncclGinConnectionType_t");
 static_assert(NCCL_API_MAGIC == EP_NCCL_MAGIC, "NCCL_API_MAGIC");
 #else
 #define EP_REQUEST epNcclRequest228

@@ -15,6 +15,7 @@
 #define EP_NCCL_MAGIC 0xcafebeefu
 #define EP_NCCL_UNSET (-2147483647 - 1)
 #define EP_NCCL_CONNECTION_FULL 1
+#define EP_NCCL_CONNECTION_RAIL 2
 
 /* Headers that this file knows: 2.28, and 2.30 to 2.32. Those of 2.29 have a third layout, which no other version takes. */
 #define EP_NCCL_KNOWN(version) ((version) / 100 == 228 || ((version) >= 23000 && (version) < 23300))
