@@ -9,13 +9,13 @@
 
 struct epCudaGin {
   int version;    /* of the header set */
+  int connection; /* to whom: EP_NCCL_CONNECTION_* */
   int created;    /* there is a device communicator */
   epCuPtr device; /* the kernels' copy of `comm` */
   _Alignas(16) uint8_t comm[512];
 };
 _Static_assert(sizeof(((epCudaGin *)0)->comm) >= EP_NCCL_COMM_BYTES(23203), "room for a device communicator");
 
-/* Where only the older layouts have a name for it, "kernels use it" is all that can be said. */
 static const char *ginName(int type) {
   switch (type) {
   case 2:
@@ -23,13 +23,15 @@ static const char *ginName(int type) {
   case 3:
     return "GPUs drive the NIC";
   default:
-    return "direct";
+    return "another direct one";
   }
 }
 
-static ncclResult_t checkProperties(epCuda *be, int version) {
+/* The rail is all that kernels need queue pairs to; headers before 2.30.5 ask for it only where NCCL offers no more. */
+static ncclResult_t checkProperties(epCuda *be, int version, int *connection) {
   epNcclProperties p;
   ncclResult_t r;
+  *connection = EP_NCCL_CONNECTION_FULL;
   if (EP_NCCL_KNOWN(version) && version < 23000) return ncclSuccess; /* 2.28 cannot be asked */
   if (!be->nccl->queryProperties)
     return epFail(ncclInvalidUsage, "several scale-up domains: NCCL at %s lacks ncclCommQueryProperties",
@@ -40,7 +42,8 @@ static ncclResult_t checkProperties(epCuda *be, int version) {
   p.version = (uint32_t)version;
   r = epCudaNccl(be, be->nccl->queryProperties(be->comm, &p), "properties of the communicator");
   if (r != ncclSuccess) return r;
-  if (!p.deviceApi || !p.ginType)
+  if (p.railedGinType && (version >= 23005 || !p.ginType)) *connection = EP_NCCL_CONNECTION_RAIL;
+  if (!p.deviceApi || (!p.ginType && !p.railedGinType))
     return epFail(
         ncclInvalidUsage,
         "several scale-up domains: NCCL has no network for kernels on this communicator (device API %d, GIN "
@@ -50,8 +53,9 @@ static ncclResult_t checkProperties(epCuda *be, int version) {
   if (p.lsaTeams != be->topology.scaleOutRanks)
     return epFail(ncclInternalError, "NCCL counts %d load/store teams: expected %d", p.lsaTeams,
                   be->topology.scaleOutRanks);
-  epLog(EP_LOG_INFO, "network between %d scale-up domains: GIN type %d (%s), device headers of version code %d",
-        p.lsaTeams, p.ginType, ginName(p.ginType), version);
+  int type = p.railedGinType ? p.railedGinType : p.ginType;
+  epLog(EP_LOG_INFO, "network between %d scale-up domains: GIN type %d (%s), to %s, device headers of version code %d",
+        p.lsaTeams, type, ginName(type), *connection == EP_NCCL_CONNECTION_RAIL ? "the rail" : "all ranks", version);
   return ncclSuccess;
 }
 
@@ -72,7 +76,7 @@ static ncclResult_t createComm(epCuda *be, epCudaGin *gin, uint32_t contexts, ui
     q->version = (uint32_t)gin->version;
     q->contexts = (int32_t)contexts;
     q->signals = (int32_t)signals;
-    q->connection = EP_NCCL_CONNECTION_FULL;
+    q->connection = gin->connection;
     q->trafficClass = EP_NCCL_UNSET; /* the communicator's */
     q->customStride = gin->version >= 23100;
     q->strongSignals = gin->version >= 23005; /* tails; signals at addresses are not used */
@@ -110,16 +114,18 @@ ncclResult_t epCudaGinOpen(epCuda *be, epWindow *window, ncclResult_t found, int
                            uint32_t signals, uint32_t *aborted, epGin *out) {
   epCudaScope scope;
   epCudaGin *gin = NULL;
+  int connection = 0;
   ncclResult_t r = epCudaEnter(be, &scope);
   if (r != ncclSuccess) return r;
   r = found;
   if (r == ncclSuccess && !(be->nccl->devCommCreate && be->nccl->devCommDestroy))
     r = epFail(ncclInvalidUsage, "several scale-up domains: NCCL at %s lacks ncclDevCommCreate", be->nccl->path);
-  if (r == ncclSuccess) r = checkProperties(be, version);
+  if (r == ncclSuccess) r = checkProperties(be, version, &connection);
   if (r == ncclSuccess && !(gin = calloc(1, sizeof(*gin))))
     r = epFail(ncclSystemError, "out of memory: %zu bytes for a network's record", sizeof(*gin));
   if ((r = epCudaAgree(be, r, "preparing the network between scale-up domains")) != ncclSuccess || !gin) goto fail;
   gin->version = version;
+  gin->connection = connection;
   r = createComm(be, gin, contexts, signals);
   if (r == ncclSuccess) r = copyComm(be, gin, aborted);
   if ((r = epCudaAgree(be, r, "opening the network between scale-up domains")) != ncclSuccess) goto fail;

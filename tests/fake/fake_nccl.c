@@ -155,7 +155,7 @@ API(ncclResult_t, ncclCommQueryProperties, ncclComm_t comm, void *properties) {
   epNcclProperties *p = properties;
   if (p->magic != EP_NCCL_MAGIC || p->size != EP_NCCL_PROPERTIES_BYTES(p->version)) return ncclInvalidUsage;
   p->deviceApi = true;
-  p->ginType = ginType;
+  p->ginType = p->railedGinType = ginType;
   p->lsaTeams = comm->apart ? comm->ranks : 1;
   return ncclSuccess;
 }
