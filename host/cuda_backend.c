@@ -98,6 +98,12 @@ ncclResult_t epCudaDrain(epCuda *be, const char *what) {
   }
 }
 
+ncclResult_t epCudaQuiet(epCuda *be) {
+  epCuResult rc = be->network ? be->cu->ctxSynchronize() : EP_CU_SUCCESS;
+  return rc == EP_CU_SUCCESS ? ncclSuccess
+                             : epCuFail(be->cu, rc, "waiting for device %d to be idle", be->topology.device);
+}
+
 static ncclResult_t growBounce(epCuda *be, size_t bytes) {
   void *host = NULL;
   epCuPtr dev = 0;
@@ -190,6 +196,7 @@ static ncclResult_t freeDevice(epBackend *base, void *dev) {
   if (!dev || be->stuck) return ncclSuccess; /* to free memory is to wait for the device */
   ncclResult_t r = epCudaEnter(be, &scope);
   if (r != ncclSuccess) return r;
+  (void)epCudaQuiet(be);
   if (be->alloc.alloc_fn) {
     cudaError_t rc = be->alloc.free_fn(dev, be->alloc.context);
     if (rc != cudaSuccess) r = epFail(ncclUnhandledCudaError, "alloc.free_fn: %p: it returned error %d", dev, (int)rc);
@@ -233,6 +240,7 @@ static ncclResult_t freeMapped(epBackend *base, void *host) {
   if (!host || be->stuck) return ncclSuccess;
   ncclResult_t r = epCudaEnter(be, &scope);
   if (r != ncclSuccess) return r;
+  (void)epCudaQuiet(be);
   epCuResult rc = be->cu->memFreeHost(host);
   if (rc != EP_CU_SUCCESS) r = epCuFail(be->cu, rc, "free of mapped host memory %p", host);
   epCudaLeave(be, &scope);

@@ -117,6 +117,7 @@ ncclResult_t epCudaGinOpen(epCuda *be, epWindow *window, ncclResult_t found, int
   int connection = 0;
   ncclResult_t r = epCudaEnter(be, &scope);
   if (r != ncclSuccess) return r;
+  be->network = 1;
   r = found;
   if (r == ncclSuccess && !(be->nccl->devCommCreate && be->nccl->devCommDestroy))
     r = epFail(ncclInvalidUsage, "several scale-up domains: NCCL at %s lacks ncclDevCommCreate", be->nccl->path);

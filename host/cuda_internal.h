@@ -23,6 +23,7 @@ typedef struct epCuda {
   size_t bounceBytes;
   epKernel *kernels;      /* held by this object */
   uint64_t hostTimeoutNs; /* of the host's waits for peers */
+  int network;            /* a group of several scale-up domains was made: see epCudaQuiet */
   int stuck; /* such a wait gave up: NCCL's kernel is still on the device, and whatever waits for that would hang */
 } epCuda;
 
@@ -44,6 +45,11 @@ ncclResult_t epCudaNccl(epCuda *be, ncclResult_t result, const char *what);
 
 /* Waits for the private stream, at most hostTimeoutNs; ends early when the communicator has failed or was aborted. */
 ncclResult_t epCudaDrain(epCuda *be, const char *what);
+
+/* Before calls in which the driver may wait for the device and let no other thread of the process in meanwhile: loading code,
+ * freeing memory. A kernel of several scale-up domains may wait for what the network's proxy does with the driver in another
+ * thread (libnccl-rma-ep.so does), and both would wait for ever: so the device is waited for first, which lets others in. */
+ncclResult_t epCudaQuiet(epCuda *be);
 
 ncclResult_t epCudaAllGather(epBackend *base, const void *mine, void *all, size_t bytes);
 

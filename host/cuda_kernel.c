@@ -43,6 +43,15 @@ static loadedKernel *findLoaded(epCuContext context, int kernelId, const epConfi
   return NULL;
 }
 
+/* The first launch of a kernel may grow the device's room for stacks, for which the driver waits as it does for code: so a
+ * kernel that others may wait for is launched once with nothing to do. */
+static epCuResult rehearse(epCuda *be, epCuFunction function) {
+  static _Alignas(16) const unsigned char nothing[4096];
+  void *params[] = {(void *)(uintptr_t)nothing};
+  epCuResult rc = be->cu->launchKernel(function, 1, 1, 1, 32, 1, 1, 0, be->stream, params, NULL);
+  return rc == EP_CU_SUCCESS ? be->cu->streamSynchronize(be->stream) : rc;
+}
+
 static ncclResult_t load(epCuda *be, int kernelId, const epConfig *config, loadedKernel **out) {
   epJit *compiler;
   epJitCode code;
@@ -62,6 +71,7 @@ static ncclResult_t load(epCuda *be, int kernelId, const epConfig *config, loade
   k->context = be->context;
   k->kernelId = kernelId;
   k->config = *config;
+  if ((r = epCudaQuiet(be)) != ncclSuccess) goto done;
   epCuResult rc = be->cu->moduleLoadData(&k->module, code.cubin);
   if (rc != EP_CU_SUCCESS) {
     k->module = NULL;
@@ -74,6 +84,7 @@ static ncclResult_t load(epCuda *be, int kernelId, const epConfig *config, loade
     rc = be->cu->funcSetAttribute(k->function, EP_CU_FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                   be->topology.smemPerBlock - (code.staticSmemBytes > 0 ? code.staticSmemBytes : 0));
   if (rc == EP_CU_SUCCESS && be->cu->funcLoad) rc = be->cu->funcLoad(k->function);
+  if (rc == EP_CU_SUCCESS && kernelId >= EP_KERNEL_HYBRID_UPDATE) rc = rehearse(be, k->function);
   if (rc != EP_CU_SUCCESS) r = epCuFail(be->cu, rc, "preparing %s", entry);
 
 done:

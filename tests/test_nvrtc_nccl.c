@@ -99,8 +99,9 @@ static void *work(void *unused) {
       printf("  NCCL %s sm_%d: %s\n", set->version, j.arch, epLastError());
       bad++;
     } else {
-      printf("  NCCL %s sm_%d: %s: %zu bytes, %d registers, %d bytes spilled, %.1f s\n", set->version, j.arch,
-             epJitEntryName(epHybridKernel(j.kernel, &c)), code.bytes, code.registers, code.spillBytes, code.seconds);
+      printf("  NCCL %s sm_%d: %s: %zu bytes, %d registers, %d bytes spilled, %d bytes of stack, %.1f s\n",
+             set->version, j.arch, epJitEntryName(epHybridKernel(j.kernel, &c)), code.bytes, code.registers,
+             code.spillBytes, code.localBytes, code.seconds);
       bad += code.spillBytes != 0 || code.fromCache;
       epJitFree(&code);
     }

@@ -41,7 +41,8 @@ typedef struct {
   X(pop, cuCtxPopCurrent_v2, (void **))                                                           \
   X(captureMode, cuThreadExchangeStreamCaptureMode, (int *))                                      \
   X(pointerAttribute, cuPointerGetAttribute, (void *, int, epRmaCuPtr))                           \
-  X(streamCreate, cuStreamCreate, (void **, unsigned))                                            \
+  X(priorities, cuCtxGetStreamPriorityRange, (int *, int *))                                      \
+  X(streamCreate, cuStreamCreateWithPriority, (void **, unsigned, int))                           \
   X(streamDestroy, cuStreamDestroy_v2, (void *))                                                  \
   X(streamSync, cuStreamSynchronize, (void *))                                                    \
   X(eventCreate, cuEventCreate, (void **, unsigned))                                              \
@@ -115,10 +116,13 @@ static epRmaResult bindOnce(void) {
 }
 
 static epRmaResult makeStreams(epRmaGpu *gpu, const void *memory) {
-  int error = cu.streamCreate(&gpu->in, STREAM_NON_BLOCKING);
+  /* Streams share the few queues of a GPU, those of one priority among each other: behind a kernel that waits for us, ours must
+   * not stand. */
+  int least = 0, greatest = 0, error = cu.priorities(&least, &greatest);
+  if (error == SUCCESS) error = cu.streamCreate(&gpu->in, STREAM_NON_BLOCKING, greatest);
   for (int i = 0; error == SUCCESS && i < EP_RMA_OUT_STREAMS; i++)
-    error = cu.streamCreate(&gpu->out[i], STREAM_NON_BLOCKING);
-  if (error != SUCCESS) return failed("cuStreamCreate", error);
+    error = cu.streamCreate(&gpu->out[i], STREAM_NON_BLOCKING, greatest);
+  if (error != SUCCESS) return failed("cuStreamCreateWithPriority", error);
   void *word = NULL;
   epRmaResult rc = epRmaGpuPinned(&word, sizeof(*gpu->word));
   gpu->word = word;

@@ -156,7 +156,13 @@ static int enqueue(stream *on, work what) {
   return OK;
 }
 
-CALL(cuStreamCreate, void **out, unsigned flags) {
+CALL(cuCtxGetStreamPriorityRange, int *least, int *greatest) {
+  *least = 0;
+  *greatest = -5;
+  return 0;
+}
+CALL(cuStreamCreateWithPriority, void **out, unsigned flags, int priority) {
+  if (priority != -5) return INVALID;
   NEED_CONTEXT();
   MAY_FAIL();
   (void)flags;
