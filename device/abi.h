@@ -15,6 +15,7 @@ enum {
   EP_KERNEL_HYBRID_UPDATE, /* several scale-up domains: arguments and sizes are in hybrid_layout.h; same order as the first three */
   EP_KERNEL_HYBRID_DISPATCH,
   EP_KERNEL_HYBRID_COMBINE,
+  EP_KERNEL_MASK, /* arguments are in mask_layout.h */
   EP_KERNEL_COUNT
 };
 
@@ -44,6 +45,7 @@ enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
   X(bulk)    /* the target has bulk copies (SM90 and up) */                                                                 \
   X(scaleUp) /* ranks of a scale-up domain; hybrid kernels only, else 0 */                                                  \
   X(profile) /* kernels write what profile_layout.h says */                                                                  \
+  X(mask)    /* ranks that do not answer are left out (mask.h) */                                                           \
   X(bug)     /* emulator's planted faults (device/bugs.h); 0 on GPUs */
 
 typedef struct epConfig {
@@ -53,7 +55,15 @@ typedef struct epConfig {
 } epConfig;
 
 /* Why a kernel gave up. */
-enum { EP_ERR_NONE = 0, EP_ERR_TIMEOUT, EP_ERR_ABORT, EP_ERR_MISMATCH /* of EP_ROWS_TAG */ };
+enum {
+  EP_ERR_NONE = 0,
+  EP_ERR_TIMEOUT,
+  EP_ERR_ABORT,
+  EP_ERR_MISMATCH,    /* of EP_ROWS_TAG */
+  EP_ERR_MASKED,      /* with masks, here and below: the peer timed out; the operation went on */
+  EP_ERR_MASKED_BY,   /* the peer has masked this rank */
+  EP_ERR_STALE_RECORD /* of the epoch `seen`; nothing was moved */
+};
 enum {
   EP_PHASE_NONE = 0,
   EP_PHASE_UPDATE_COUNTS,   /* waiting for a source's counts */
@@ -64,7 +74,8 @@ enum {
   EP_PHASE_DISPATCH_ROWS,   /* waiting for a source's rows */
   EP_PHASE_COMBINE_CREDIT,
   EP_PHASE_COMBINE_ROWS,
-  EP_PHASE_NETWORK /* waiting for the network to have read what was put */
+  EP_PHASE_NETWORK, /* waiting for the network to have read what was put */
+  EP_PHASE_MASK_CLEAN /* waiting for a rank to meet */
 };
 
 /* Host-visible (mapped) memory, one a group. The kernel fills the fields, then sets `code` last (release). */

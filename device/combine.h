@@ -95,8 +95,9 @@ struct epJob {
   const uint8_t *bias[2]; /* the token's rows of cfg.bias tensors; not with `move` */
 };
 
+/* With masks a row is one span on both sides, so that a token has a rank's contribution in whole or not at all. */
 template <class C> DEV uint32_t ep_spans(const C c) {
-  return epSpans(c.rowBytes, c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR);
+  return c.mask ? 1 : epSpans(c.rowBytes, c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR);
 }
 
 /* Span i of a row cut into `spans`. */
@@ -310,7 +311,7 @@ template <class C>
 DEV void ep_push_job(const C c, const epCombineArgs &a, const epPipe &q, const epPushRow &r, epJob &job) {
   uint32_t l = p::lane(), j = r.item / ep_spans(c), span = r.item % ep_spans(c);
   job.round = r.round;
-  job.hollow = !r.there;
+  job.hollow = !r.there || ep_left_out(c, q, r.s);
   if (job.hollow) return;
   uint32_t row = ep_combine_input(c, a, q, r.s, j, r.entry, r.base);
   job.sum.parts = job.sum.local = ep_combine_parts(c, row);
@@ -340,7 +341,7 @@ DEV void ep_combine_push(const C c, const epCombineArgs &a, epPipe &q, epPushLis
   };
   if (!c.bulk) {
     for (; row.more; look()) {
-      if (!row.there) continue;
+      if (!row.there || ep_left_out(c, q, row.s)) continue;
       ep_push_job(c, a, q, row, job);
       ep_job_run(c, job);
       p::sync_warp();
@@ -405,7 +406,7 @@ DEV void ep_combine_signal(const C c, const epCombineArgs &a, const epPipe &q, u
     ep_signal_begin(c);
     for (uint32_t i = r; i < r + n; i++) {
       epRun run = ep_combine_run(c, a, q, (uint64_t)ep_ticket(c, a.pushBlocks, i) * senders + p::lane(), items);
-      if (p::lane() < senders && run.j < run.end)
+      if (p::lane() < senders && run.j < run.end && !ep_left_out(c, q, run.s))
         p::st_relaxed_sys(ep_flag(a.group, q, run.s, a.group.rank, run.j / epChunkRows(c.rowBytes)), EP_FLAG(gen, 0));
       ep_signal_end(c, i);
     }
@@ -448,12 +449,13 @@ template <class C> DEV void ep_combine_senders(const C c, const epCombineArgs &a
 /* A moved row crosses the link best whole; what reduces it works on spans all the same, so that little is left to do when the last
  * row has come (halves: 2 us more at T = 4096). */
 template <class C> DEV uint32_t ep_reduce_spans(const C c) {
-  return c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR ? ep_spans(c) : c.bulk ? epSpans(c.rowBytes, 1) : 1;
+  return c.mask || c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR ? ep_spans(c) : c.bulk ? epSpans(c.rowBytes, 1) : 1;
 }
 
 /* A span of a token, known step by step like epPushRow: the lane's k, then where this rank's own rows for it begin. */
 struct epReduceRow {
   bool there;
+  bool missing; /* with masks: the row of the lane's owner will not come */
   uint32_t item, row, pos, base;
   int32_t e;
 };
@@ -488,16 +490,30 @@ template <class C> DEV bool ep_reduce_enters(const C c, const epReduceRow &r, ui
   return r.e >= 0 && mates >> p::lane() == 1;
 }
 
+/* With masks: has the row come from the lane's owner, or will it not? False: not yet; the wait was stopped. */
+template <class C>
+DEV bool ep_reduce_settled(const C c, const epCombineArgs &a, const uint32_t *flag, uint32_t owner, uint32_t gen, bool wait,
+                           bool *missing) {
+  if (!wait) {
+    *missing = ep_masked(c, a.group, owner);
+    return *missing || ep_reached(p::ld_acquire_sys(flag), gen);
+  }
+  *missing = !ep_await_flag(c, a.group, flag, gen, EP_PHASE_COMBINE_ROWS, owner);
+  return !*missing || !ep_stopped(c, a.group);
+}
+
 /* The span has come from all the token's ranks: looked at once, or waited for. False: not yet; a wait gave up. */
 template <class C>
-DEV bool ep_reduce_come(const C c, const epCombineArgs &a, const epPipe &q, const epReduceRow &r, uint32_t gen,
-                        bool wait) {
+DEV bool ep_reduce_come(const C c, const epCombineArgs &a, const epPipe &q, epReduceRow &r, uint32_t gen, bool wait) {
   uint32_t owner, me = a.group.rank, sent = ep_spans(c), span = r.item % ep_reduce_spans(c);
   bool ok = true;
   if (ep_reduce_enters(c, r, &owner) && owner != me && c.bug != EP_BUG_SKIP_WAIT) {
     const uint32_t *flag =
         ep_flag(a.group, q, me, owner, (r.row * sent + span * sent / ep_reduce_spans(c)) / epChunkRows(c.rowBytes));
-    ok = wait ? ep_wait_flag(a.group, flag, gen, EP_PHASE_COMBINE_ROWS, owner)
+    if (c.mask)
+      ok = ep_reduce_settled(c, a, flag, owner, gen, wait, &r.missing);
+    else
+      ok = wait ? ep_wait_flag(a.group, flag, gen, EP_PHASE_COMBINE_ROWS, owner)
               : ep_reached(p::ld_acquire_sys(flag), gen);
   }
   ok = p::ballot(p::FULL, !ok) == 0;
@@ -509,9 +525,14 @@ template <class C>
 DEV void ep_reduce_job(const C c, const epCombineArgs &a, const epPipe &q, const epReduceRow &r, epJob &job) {
   uint32_t l = p::lane(), me = a.group.rank, spans = ep_reduce_spans(c), owner;
   uint32_t t = r.item / spans, span = r.item % spans, row = r.row;
-  bool last = ep_reduce_enters(c, r, &owner);
+  bool last = ep_reduce_enters(c, r, &owner), gone = false;
+  if (c.mask) { /* lanes of an owner whose row is missing */
+    uint32_t missing = p::ballot(p::FULL, last && r.missing);
+    gone = (p::match_any(p::FULL, r.e >= 0 ? owner : ep_lone_key()) & missing) != 0;
+    last = last && !gone;
+  }
   uint32_t mine = ep_combine_input(c, a, q, me, row, ep_reduce_entry(c, a, r), r.base);
-  bool sent = owner != me && (c.single ? r.e >= 0 : last); /* the lane has a staged row */
+  bool sent = owner != me && (c.single ? r.e >= 0 && !gone : last); /* the lane has a staged row */
   uint32_t localAt = p::ballot(p::FULL, last && owner == me), remote = p::ballot(p::FULL, sent);
   uint32_t staged = ep_combine_stage(c, row);
   job.sum.local = ep_combine_parts(c, mine);
@@ -532,7 +553,7 @@ DEV void ep_reduce_job(const C c, const epCombineArgs &a, const epPipe &q, const
     uint32_t w = 0;
     if (owner == me)
       w = ep_combine_weight(c, a, mine);
-    else if (r.e >= 0)
+    else if (r.e >= 0 && !gone)
       w = p::ldg<uint32_t>(ep_stage_row(a.group, q, me, owner, staged) + c.rowBytes + 4 * l);
     p::stg<float>(a.outWeights + (uint64_t)t * c.topk + l, p::as_float(w));
   }

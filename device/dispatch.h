@@ -170,6 +170,7 @@ DEV void ep_chunk_send(const C c, const epDispatchArgs &a, const epPipe &q, uint
         continue;
       }
       uint32_t dst = p::shfl(p::FULL, k.owner[i], p::ffs(sends) - 1);
+      if (ep_left_out(c, q, dst)) continue;
       uint8_t *to = ep_stage_row(a.group, q, dst, a.group.rank, k.t0 + i);
       if (c.bulk) {
         if (l == 0) p::bulk_s2g(to, ep_stage(q, n) + i * stride, bytes);
@@ -195,7 +196,7 @@ DEV void ep_chunk_raise(const C c, const epDispatchArgs &a, const epPipe &q, con
   p::sync_warp();
 #pragma unroll
   for (uint32_t i = 0; i < epChunkRows(c.rowBytes); i++)
-    if (k.sends[i] >> p::lane() & 1)
+    if (k.sends[i] >> p::lane() & 1 && !ep_left_out(c, q, k.owner[i]))
       p::st_release_sys(ep_flag(a.group, q, k.owner[i], a.group.rank, k.t0 / epChunkRows(c.rowBytes)), EP_FLAG(gen, 0));
 }
 
@@ -282,7 +283,7 @@ DEV void ep_dispatch_raise(const C c, const epDispatchArgs &a, const epPipe &q, 
     if (i) ep_signal_owners(c, a, tokens, chunk * size + i, l < senders, owner);
 #pragma unroll
     for (uint32_t k = 0; k < c.topk; k++) {
-      bool again = owner[k] == a.group.rank;
+      bool again = owner[k] == a.group.rank || ep_left_out(c, q, owner[k]);
 #pragma unroll
       for (uint32_t j = 0; j < k; j++) again = again || owner[j] == owner[k];
       if (!again) p::st_relaxed_sys(ep_flag(a.group, q, owner[k], a.group.rank, chunk), EP_FLAG(gen, direct));
@@ -338,6 +339,7 @@ template <class C> DEV void ep_dispatch_senders(const C c, const epDispatchArgs 
  * lanes. */
 struct epArrival {
   bool there, direct; /* direct: its tokens are in the output already, and the rest in memory */
+  bool missing;       /* with masks: it will not come */
   uint32_t s, j, token, entry, first;
 };
 
@@ -473,7 +475,7 @@ template <class C>
 DEV bool ep_arrival_next(const C c, const epDispatchArgs &a, const epPipe &q, uint64_t items, epDraw &d, epArrival *r) {
   for (;;) {
     uint64_t i = ep_draw(a.group, d);
-    r->direct = false;
+    r->direct = r->missing = false;
     r->there = i < items;
     if (!r->there) return false;
     r->j = (uint32_t)(i / c.ranks);
@@ -494,11 +496,33 @@ template <class C> DEV void ep_arrival_place(const C c, const epDispatchArgs &a,
                                                       r->s * (c.experts / c.ranks) + EP_ENTRY_EXPERT(r->entry));
 }
 
+/* The row has come, or, with masks, will not: `missing`. False: a wait gave up. */
 template <class C>
-DEV bool ep_dispatch_ready(const C c, const epDispatchArgs &a, const epPipe &q, const epArrival &r, uint32_t gen) {
+DEV bool ep_dispatch_ready(const C c, const epDispatchArgs &a, const epPipe &q, epArrival &r, uint32_t gen) {
   if (r.s == a.group.rank || c.bug == EP_BUG_SKIP_WAIT) return true;
   const uint32_t *flag = ep_flag(a.group, q, a.group.rank, r.s, r.token / epChunkRows(c.rowBytes));
-  return ep_warp_wait_flag(a.group, flag, gen, EP_PHASE_DISPATCH_ROWS, r.s);
+  bool came = ep_warp_await_flag(c, a.group, flag, gen, EP_PHASE_DISPATCH_ROWS, r.s);
+  if (!c.mask || came) return came;
+  r.missing = true;
+  return !ep_stopped(c, a.group);
+}
+
+/* With masks: a row that will not come leaves its places empty: zeros, and no index. Counts as the stores of a row. */
+template <class C> DEV void ep_dispatch_leave(const C c, const epDispatchArgs &a, const epArrival &r) {
+  uint32_t l = p::lane(), slot = EP_NONE;
+  bool flat = c.layout == EP_LAYOUT_KIND_FLAT;
+  if (flat && l == 0) slot = r.first;
+  if (!flat && r.entry != EP_NONE) slot = r.first + EP_ENTRY_POS(r.entry);
+  for (uint32_t m = p::ballot(p::FULL, slot < a.capacity); m; m &= m - 1) {
+    uint32_t pos = p::shfl(p::FULL, slot, p::ffs(m) - 1);
+    uint8_t *to = a.outTokens + (uint64_t)pos * c.rowBytes;
+    for (uint32_t v = 16 * l; v < c.rowBytes; v += 512) p::stg<uint4>(to + v, ep_zero4());
+    for (uint32_t w = 4 * l; w < c.scaleBytes; w += 128) p::stg<uint32_t>(ep_scale_word(c, a, pos, w), 0);
+    if (flat && l < c.topk && a.outIdx) p::stg<int64_t>(a.outIdx + (uint64_t)pos * c.topk + l, -1);
+    if (flat && l < c.topk && c.weights) p::stg<float>(a.outWeights + (uint64_t)pos * c.topk + l, 0.0f);
+    if (!flat && l == 0 && c.weights) p::stg<float>(a.outWeights + pos, 0.0f);
+  }
+  if (c.bulk && l == 0) p::bulk_commit();
 }
 
 template <class C> DEV void ep_dispatch_epilogue(const C c, const epDispatchArgs &a, epPipe &q, uint32_t gen) {
@@ -513,13 +537,17 @@ template <class C> DEV void ep_dispatch_epilogue(const C c, const epDispatchArgs
   ep_dispatch_fill(c, a, q, index, warps);
   ep_arrival_place(c, a, q, &next);
   if (row.there && !ep_dispatch_ready(c, a, q, row, gen)) return;
-  if (row.there && c.bulk) ep_dispatch_load_row(c, a, q, 0, row);
+  if (row.there && c.bulk && !(c.mask && row.missing)) ep_dispatch_load_row(c, a, q, 0, row);
   for (uint32_t n = 0; row.there; n++, row = next, next = ahead) {
     ep_arrival_next(c, a, q, items, draw, &ahead);
-    if (c.bulk) ep_stage_arrived(q, n);
-    ep_dispatch_arrange(c, a, q, n, row);
+    if (c.mask && row.missing) {
+      ep_dispatch_leave(c, a, row);
+    } else {
+      if (c.bulk) ep_stage_arrived(q, n);
+      ep_dispatch_arrange(c, a, q, n, row);
+    }
     if (next.there && !ep_dispatch_ready(c, a, q, next, gen)) return;
-    if (next.there && c.bulk) ep_dispatch_load_row(c, a, q, n + 1, next);
+    if (next.there && c.bulk && !(c.mask && next.missing)) ep_dispatch_load_row(c, a, q, n + 1, next);
     ep_arrival_place(c, a, q, &ahead);
   }
 }

@@ -14,18 +14,24 @@ DEV uint32_t ep_lanes_below() { return (1u << p::lane()) - 1; }
 /* A key that no other lane has, for lanes that must not match in match_any. */
 DEV uint32_t ep_lone_key() { return 0x80000000u | p::lane(); }
 
-/* First error of a group wins; the host reads `code` last. */
-DEV void ep_report(const epGroupArgs &g, uint32_t code, uint32_t phase, uint32_t peer, uint32_t expected,
-                   uint32_t seen) {
-  epGroupState *s = ep_state(g);
-  p::st_relaxed_sys(&s->aborted, 1);
-  if (p::atomic_cas(&s->errorClaimed, 0, 1) != 0 || p::ld_relaxed_sys(&g.error->code) != EP_ERR_NONE) return;
+/* The host reads `code` last. */
+DEV void ep_write_report(const epGroupArgs &g, uint32_t code, uint32_t phase, uint32_t peer, uint32_t expected,
+                         uint32_t seen) {
   p::st_relaxed_sys(&g.error->phase, phase);
   p::st_relaxed_sys(&g.error->peer, peer);
   p::st_relaxed_sys(&g.error->block, p::bid());
   p::st_relaxed_sys(&g.error->expected, expected);
   p::st_relaxed_sys(&g.error->seen, seen);
   p::st_release_sys(&g.error->code, code);
+}
+
+/* First error of a group wins. */
+DEV void ep_report(const epGroupArgs &g, uint32_t code, uint32_t phase, uint32_t peer, uint32_t expected,
+                   uint32_t seen) {
+  epGroupState *s = ep_state(g);
+  p::st_relaxed_sys(&s->aborted, 1);
+  if (p::atomic_cas(&s->errorClaimed, 0, 1) != 0 || p::ld_relaxed_sys(&g.error->code) != EP_ERR_NONE) return;
+  ep_write_report(g, code, phase, peer, expected, seen);
 }
 
 /* A topk_idx outside [0, E) that is not -1; the first of a routing is reported whole. */

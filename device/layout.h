@@ -159,7 +159,8 @@ typedef struct epRecordHeader {
   uint32_t ranks, experts, topk, maxTokens, rank, layout, align;
   uint32_t tokens;      /* T of the routing in the record */
   uint32_t generation;  /* of the update that wrote it; 0: none, or one that gave up: nothing else may be trusted */
-  uint32_t pad[5];
+  uint32_t epoch;       /* with masks: of the group when it was written */
+  uint32_t pad[4];
 } epRecordHeader;
 
 EP_HD epRecordLayout epRecordLayoutOf(uint32_t ranks, uint32_t experts, uint32_t topk, uint32_t maxTokens) {

@@ -38,6 +38,13 @@ DEV uint32_t ep_ll_window_at(uint32_t rank) { return p::smem_base() + EP_VERDICT
 DEV uint8_t *ep_ll_window(uint32_t rank) { return (uint8_t *)p::lds<uint64_t>(ep_ll_window_at(rank)); }
 template <class C> DEV uint32_t ep_ll_table(const C c, uint32_t i) { return ep_ll_window_at(c.ranks) + 4 * i; }
 
+/* With masks the window of a rank that is left out of the operation is 0, the same in all blocks. */
+template <class C> DEV uint64_t ep_ll_window_of(const C c, const epGroupArgs &g, uint32_t rank) {
+  if (c.mask && p::ld_relaxed_sys(ep_mask_words(c, g).left + rank)) return 0;
+  return p::ldg<uint64_t>(g.windows + rank);
+}
+template <class C> DEV bool ep_ll_left_out(const C c, uint32_t rank) { return c.mask && !ep_ll_window(rank); }
+
 /* Whole block: the generation and the windows, and with them, in the same trip, whatever `ask` asks for. `keep` then puts that
  * where the block finds it; a barrier follows, so that the verdict word may be used as well. */
 template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epGroupArgs &g, A ask, K keep) {
@@ -50,7 +57,7 @@ template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epG
     lost = p::ld_relaxed_sys(&state->aborted);
   }
   if (t < c.ranks)
-    window = p::ldg<uint64_t>(g.windows + t);
+    window = ep_ll_window_of(c, g, t);
   ask();
   if (t == 0) {
     p::sts<uint32_t>(p::smem_base(), 0);
@@ -61,7 +68,7 @@ template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epG
     p::sts<uint64_t>(ep_ll_window_at(t), window);
 #pragma unroll 1
   for (uint32_t r = t + c.threads; r < c.ranks; r += c.threads)
-    p::sts<uint64_t>(ep_ll_window_at(r), p::ldg<uint64_t>(g.windows + r));
+    p::sts<uint64_t>(ep_ll_window_at(r), ep_ll_window_of(c, g, r));
   keep();
   p::sync_threads();
   op.gen = p::lds<uint32_t>(ep_ll_gen_at());
@@ -140,7 +147,7 @@ template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const e
   p::sync_warp();
 #pragma unroll 1
   for (uint32_t r = p::lane(); r < c.ranks; r += 32)
-    if (r != g.rank)
+    if (r != g.rank && !ep_ll_left_out(c, r))
       p::st_release_sys((uint32_t *)(ep_ll_window(r) + w.hello) + g.rank, op.gen);
 }
 
@@ -150,7 +157,7 @@ DEV void ep_ll_greeted(const C c, const epGroupArgs &g, const epLlWindowLayout &
   const uint32_t *hello = (const uint32_t *)(ep_ll_window(g.rank) + w.hello);
 #pragma unroll 1
   for (uint32_t r = p::lane(); r < c.ranks && c.bug != EP_BUG_NO_CREDIT; r += 32)
-    if (r != g.rank && !ep_wait_flag(g, hello + r, op.gen, phase, r))
+    if (r != g.rank && !ep_await_flag(c, g, hello + r, op.gen, phase, r) && ep_stopped(c, g))
       return;
 }
 
@@ -181,6 +188,7 @@ template <int N, bool HEAD, class C, class F, class G>
 DEV int ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, bool narrow, uint32_t phase, uint32_t peer, F at,
                      uint4 *x, G absent) {
   uint64_t start = 0;
+  epPatience patience = {};
   int result = EP_LL_CAME;
 #pragma unroll 1
   for (uint32_t round = 0; c.bug != EP_BUG_SKIP_WAIT; round++) {
@@ -199,8 +207,9 @@ DEV int ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, bool nar
       if (missing >> i & 1)
         seen = x[i].x;
     if (round == 0)
-      start = p::globaltimer();
-    if (ep_give_up(g, start, round, phase, peer, op.gen, seen)) {
+      patience.start = start = p::globaltimer();
+    if (c.mask ? ep_peer_give_up(c, g, patience, round, phase, peer, op.gen, seen)
+               : ep_give_up(g, start, round, phase, peer, op.gen, seen)) {
       result = EP_LL_GAVE_UP;
       break;
     }
@@ -321,6 +330,38 @@ DEV void ep_ll_send(uint8_t *to, uint32_t bytes, const uint4 *u) {
   for (uint32_t i = 0; i < EP_STRIP_UNITS; i++)
     if (wanted >> i & 1)
       p::st_relaxed_sys128(to + 512 * i, u[i]);
+}
+
+/* ---- Masks: what is not the same in all blocks is put right by the one that ends last --------------------------------- */
+
+/* Rows of `peer` did not come, somewhere: it is left out of the whole operation. */
+template <class C> DEV void ep_ll_lose(const C c, const epGroupArgs &g, const epLlOp &op, uint32_t peer) {
+  p::st_relaxed_sys(ep_mask_words(c, g).lost + peer, op.gen);
+}
+
+/* Whole block, at its end: true in the last one of the operation where rows were lost; the windows of those who lost them are 0 there.
+ * The masks of now are those of the next operation. */
+template <class C> DEV bool ep_ll_repairs(const C c, const epGroupArgs &g, uint32_t blocks) {
+  epMaskState *state = ep_mask_state(c, g);
+  epMaskWords w = ep_mask_words(c, g);
+  bool any = false, last = true;
+  p::sync_threads();
+  if (p::tid() == 0)
+    last = p::atomic_add_acq_rel_gpu(&state->finished, 1) == blocks - 1;
+  if (!ep_block_agrees(last))
+    return false;
+  uint32_t gen = p::ld_relaxed_sys(&ep_state(g)->stageGen);
+#pragma unroll 1
+  for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
+    bool lost = p::ld_relaxed_sys(w.lost + r) == gen && !ep_ll_left_out(c, r);
+    if (lost)
+      p::sts<uint64_t>(ep_ll_window_at(r), 0);
+    any = any || lost;
+    p::st_relaxed_sys(w.left + r, ep_masked(c, g, r) ? 1 : 0);
+  }
+  if (p::tid() == 0)
+    p::st_relaxed_sys(&state->finished, 0);
+  return !ep_block_agrees(!any);
 }
 
 template <class C> DEV uint32_t ep_ll_buffer(const C c, int kernelId) {

@@ -72,6 +72,10 @@ template <class C> DEV uint64_t *ep_ll_weights(const C c, const epLlCombineArgs 
          (uint64_t)((op.gen & 1) * c.ranks + source) * a.group.maxTokens * c.topk;
 }
 
+DEV const epRecordHeader *ep_ll_header(const epLlCombineArgs &a) {
+  return (const epRecordHeader *)(a.record + a.recordLayout.header);
+}
+
 /* Rows by source. */
 template <class C> DEV uint32_t ep_ll_source_rows(const C c, uint32_t s) { return p::lds<uint32_t>(ep_ll_table(c, s)); }
 
@@ -96,7 +100,7 @@ template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs 
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ask(p::tid()); }, []() {});
   p::grid_launch();
-  if (op.lost)
+  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(a.group, op, a.blocks);
 #pragma unroll 1
   for (uint32_t from = p::tid(); from < n; from += EP_LL_WEIGHTS_AHEAD * c.threads) {
@@ -105,7 +109,7 @@ template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs 
 #pragma unroll
     for (uint32_t i = 0; i < EP_LL_WEIGHTS_AHEAD; i++) {
       uint32_t owner = (uint32_t)e[i] / (c.experts / c.ranks);
-      if (e[i] >= 0 && owner != a.group.rank)
+      if (e[i] >= 0 && owner != a.group.rank && !ep_ll_left_out(c, owner))
         p::st_relaxed_sys(ep_ll_weights(c, a, op, owner, a.group.rank) + from + i * c.threads,
                           (uint64_t)op.gen << 32 | p::as_u32(w[i]));
     }
@@ -192,7 +196,7 @@ template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a,
     const uint64_t *words = ep_ll_weights(c, a, op, me, x.s) + (uint64_t)x.token * c.topk;
     auto known = [&](uint32_t &weight) {
       return x.slot == EP_NONE ||
-             ep_wait_word(a.group, words + p::lane(), op.gen, EP_PHASE_COMBINE_ROWS, x.s, &weight);
+             ep_await_word(c, a.group, words + p::lane(), op.gen, EP_PHASE_COMBINE_ROWS, x.s, &weight);
     };
     if (!ep_ll_weigh<EP_LL_SLOT_BATCH>(c, a, x.slot, x.strip, known, x.v))
       return false;
@@ -226,7 +230,7 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a) {
           p::sts<uint32_t>(ep_ll_table(c, r), p::ldg_any<uint32_t>(recvCount + r));
       });
   p::grid_launch();
-  if (op.lost)
+  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(a.group, op, a.blocks);
   if (t < c.ranks)
     p::confirm(recvCount + t, 4);
@@ -237,12 +241,12 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a) {
   }
 #pragma unroll 1
   for (uint64_t i = index; ep_ll_back(c, a, i, most, x); i += warps) {
-    if (x.j >= ep_ll_source_rows(c, x.s))
+    if (x.j >= ep_ll_source_rows(c, x.s) || ep_ll_left_out(c, x.s))
       continue;
     if (i != index)
       ep_ll_back_ask(c, a, x);
     ep_ll_back_confirm(c, a, x);
-    if (!ep_ll_back_send(c, a, op, x))
+    if (!ep_ll_back_send(c, a, op, x) && ep_stopped(c, a.group))
       break;
   }
   ep_ll_end(a.group, op, a.blocks);
@@ -294,7 +298,7 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
     p::confirm((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l, 4);
   uint32_t owner = x.expert >= 0 ? (uint32_t)x.expert / (c.experts / c.ranks) : EP_NONE;
   uint32_t mates = ep_ll_same(x.expert >= 0, owner, c.ranks);
-  bool last = x.expert >= 0 && (mates >> l) == 1; /* highest k of its rank: there the rank's sum enters */
+  bool last = x.expert >= 0 && (mates >> l) == 1 && !ep_ll_left_out(c, owner); /* highest k of its rank: there the rank's sum enters */
   uint32_t ends = p::ballot(p::FULL, last), own = p::ballot(p::FULL, last && owner == me);
   uint64_t address = 0;
   if (owner == me) {
@@ -338,8 +342,11 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
         if (ep_ll_settle<EP_STRIP_UNITS, false>(c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_COMBINE_ROWS,
                                                 p::shfl(p::FULL, owner, from),
                                                 ep_ll_unit_at(ep_ll_from(address, from), strip), y[b],
-                                                []() { return false; }) != EP_LL_CAME)
+                                                []() { return false; }) != EP_LL_CAME) {
+          if (c.mask)
+            ep_ll_lose(c, a.group, op, p::shfl(p::FULL, owner, from));
           return false;
+        }
         ep_ll_to_vectors(buffer, y[b], y[b]);
         ep_ll_sum_add(c, sum, y[b]);
       }
@@ -365,7 +372,7 @@ template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a
       },
       []() {});
   p::grid_launch();
-  if (op.lost)
+  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(a.group, op, a.blocks);
   if (index == warps - 1)
     ep_ll_greet(c, a.group, a.window, op);
@@ -375,12 +382,27 @@ template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a
       x = ep_ll_token_ask(c, a, i / strips);
     bool ok = c.ranks > 2 ? ep_ll_reduce<EP_LL_ROW_BATCH>(c, a, op, i / strips, i % strips, x)
                           : ep_ll_reduce<1>(c, a, op, i / strips, i % strips, x);
-    if (!ok)
+    if (!ok && ep_stopped(c, a.group))
       break;
   }
   if (index == warps - 1)
     ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_COMBINE_CREDIT);
   ep_ll_end(a.group, op, a.blocks);
+}
+
+/* Whole block, the last one to end: sums that would have had rows of ranks that fell out meanwhile, without them. */
+template <class C> DEV void ep_ll_reduce_again(const C c, const epLlCombineArgs &a) {
+  uint32_t warps = c.threads / 32, strips = epLlStrips(c.rowBytes);
+  uint32_t items = strips * ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
+  const uint32_t *lost = ep_mask_words(c, a.group).lost;
+  epLlOp op = {p::ld_relaxed_sys(&ep_state(a.group)->stageGen), 0, false};
+#pragma unroll 1
+  for (uint32_t i = p::warp(); i < items; i += warps) {
+    epLlToken x = ep_ll_token_ask(c, a, i / strips);
+    bool had = x.expert >= 0 && p::ld_relaxed_sys(lost + (uint32_t)x.expert / (c.experts / c.ranks)) == op.gen;
+    if (p::ballot(p::FULL, had))
+      ep_ll_reduce<1>(c, a, op, i / strips, i % strips, x);
+  }
 }
 
 template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
@@ -392,6 +414,8 @@ template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
     ep_ll_send_weights(c, a);
   else
     ep_ll_return(c, a);
+  if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
+    ep_ll_reduce_again(c, a);
   ep_profile_end(profile, p::bid() >= a.pushBlocks ? EP_SPAN_RECEIVE : EP_SPAN_SEND, a.blocks);
 }
 

@@ -136,9 +136,55 @@ template <class C> DEV void ep_ll_send_counts(const C c, const epLlDispatchArgs 
 #pragma unroll 1
   for (uint32_t i = p::tid(); i < c.experts + c.ranks; i += c.threads) {
     uint32_t dst = i < c.experts ? i / locals : i - c.experts, word = i < c.experts ? i % locals : locals;
+    if (ep_ll_left_out(c, dst))
+      continue;
     p::st_relaxed_sys(ep_ll_counts(c, a, op, dst, a.group.rank) + word,
                       (uint64_t)op.gen << 32 | p::lds<uint32_t>(ep_ll_sum(c, i)));
   }
+}
+
+/* The clerk, with masks: the same, and which sources take part is settled for all blocks: those whose counts have all come. The others'
+ * are 0. Sums are not needed any more: rows' are the number of a source's words that lack. */
+template <class C> DEV bool ep_ll_gather_living(const C c, const epLlDispatchArgs &a, const epLlOp &op) {
+  uint32_t words = c.experts / c.ranks + 1;
+  const uint64_t *counts = ep_ll_counts(c, a, op, a.group.rank, 0);
+  uint32_t *told = ep_mask_words(c, a.group).counts;
+  bool ok = true;
+  p::sync_threads();
+#pragma unroll 1
+  for (uint32_t s = p::tid(); s < c.ranks; s += c.threads)
+    p::sts<uint32_t>(ep_ll_rows_sum(c, s), 0);
+  p::sync_threads();
+#pragma unroll 1
+  for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
+    uint32_t v = 0;
+    if (!ep_await_word(c, a.group, counts + i, op.gen, EP_PHASE_UPDATE_COUNTS, i / words, &v)) {
+      p::sadd(ep_ll_rows_sum(c, i / words), 1);
+      ok = ok && !ep_stopped(c, a.group);
+    }
+    p::sts<uint32_t>(ep_ll_count_at(c, i), v);
+  }
+  if (!ep_block_agrees(ok))
+    return false;
+#pragma unroll 1
+  for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
+    if (p::lds<uint32_t>(ep_ll_rows_sum(c, i / words)))
+      p::sts<uint32_t>(ep_ll_count_at(c, i), 0);
+    p::stg<uint32_t>(told + i, p::lds<uint32_t>(ep_ll_count_at(c, i)));
+  }
+  p::sync_threads();
+  if (p::tid() == 0)
+    p::st_release_gpu(&ep_mask_state(c, a.group)->verdict, op.gen);
+  return true;
+}
+
+/* Whole block, with masks: the clerk's counts, to shared memory. */
+template <class C> DEV void ep_ll_counts_told(const C c, const epLlDispatchArgs &a) {
+  const uint32_t *told = ep_mask_words(c, a.group).counts;
+#pragma unroll 1
+  for (uint32_t i = p::tid(); i < c.experts + c.ranks; i += c.threads)
+    p::sts<uint32_t>(ep_ll_count_at(c, i), p::ldg<uint32_t>(told + i));
+  p::sync_threads();
 }
 
 /* Whole block: the counts of all sources, to shared memory as they lie in the window. A barrier. */
@@ -228,7 +274,9 @@ template <class C> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a) {
     p::stg<uint32_t>(&header->generation, EP_LL_DISPATCHED);
     p::st_relaxed_sys(&ep_state(a.group)->indexClaimed, 0);
   }
-  if (ep_ll_gather(c, a, op))
+  if (c.mask)
+    p::stg<uint32_t>(&header->epoch, p::ld_relaxed_sys(&ep_mask_state(c, a.group)->epoch));
+  if (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op))
     ep_ll_tell_counts(c, a);
   ep_ll_end(a.group, op, a.blocks);
 }
@@ -428,7 +476,7 @@ template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a) {
       ask(t0);
     ep_ll_count(c, a.decisions, major, counted, t0, ahead, [](uint32_t, epLlRaw) {});
     epLlRoute r = ep_ll_route(c, a.decisions, raw);
-    uint32_t firsts = p::ballot(p::FULL, r.first), same = major ? ep_ll_same(r.valid, r.expert, c.experts) : 0;
+    uint32_t firsts = p::ballot(p::FULL, r.first && !ep_ll_left_out(c, r.owner)), same = major ? ep_ll_same(r.valid, r.expert, c.experts) : 0;
     p::sync_threads();
     ep_ll_find(c, r, same, entry, own);
 #pragma unroll 1
@@ -633,6 +681,75 @@ DEV void ep_ll_take_expert_major(const C c, const epLlDispatchArgs &a, const epL
   }
 }
 
+/* Whole block, with masks, both layouts: rows of the sources that take part. */
+template <class C>
+DEV void ep_ll_take_living(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t index, uint32_t warps) {
+  epLlItem x;
+  uint32_t most = 0;
+  bool ok = true;
+  if (p::tid() == 0)
+    ok = ep_await_flag(c, a.group, &ep_mask_state(c, a.group)->verdict, op.gen, EP_PHASE_GRID, a.group.rank);
+  if (!ep_block_agrees(ok))
+    return;
+  ep_ll_counts_told(c, a);
+#pragma unroll 1
+  for (uint32_t s = 0; s < c.ranks; s++) {
+    uint32_t n = ep_ll_rows(c, s);
+    most = n > most ? n : most;
+  }
+#pragma unroll 1
+  for (uint64_t i = index; ep_ll_item(c, a, op, i, most, x); i += warps) {
+    if (x.r.j >= ep_ll_rows(c, x.r.s))
+      continue;
+    x.count = 0;
+    ep_ll_item_look(c, a, op, x);
+    if (ep_ll_take(c, a, op, x) != EP_LL_GAVE_UP)
+      continue;
+    if (ep_stopped(c, a.group))
+      return;
+    ep_ll_lose(c, a.group, op, x.r.s);
+  }
+}
+
+/* Whole block, the last one to end: rows of the ranks that fell out meanwhile are left empty, those that had come too. In 3-D
+ * expert-major the places of other rows stay what they are, so the counters do too. */
+template <class C> DEV void ep_ll_empty(const C c, const epLlDispatchArgs &a) {
+  uint32_t locals = c.experts / c.ranks, capacity = c.ranks * a.group.maxTokens;
+  ep_ll_counts_told(c, a);
+#pragma unroll 1
+  for (uint32_t s = 0; s < c.ranks; s++) {
+    if (!ep_ll_left_out(c, s) || ep_ll_rows(c, s) == 0)
+      continue;
+#pragma unroll 1
+    for (uint32_t e = 0; e < locals && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D; e++) {
+      uint64_t at = 0, n = ep_ll_entries(c, s, e);
+#pragma unroll 1
+      for (uint32_t before = 0; before < s; before++)
+        at += ep_ll_entries(c, before, e);
+      n = at >= capacity ? 0 : at + n > capacity ? capacity - at : n;
+      uint8_t *to = a.outTokens + ((uint64_t)e * capacity + at) * c.rowBytes;
+#pragma unroll 1
+      for (uint64_t v = 16ull * p::tid(); v < n * c.rowBytes; v += 16ull * c.threads)
+        p::stg<uint4>(to + v, ep_ll_zero());
+      uint8_t *scales = a.outScales + ((uint64_t)e * capacity + at) * c.scaleBytes;
+#pragma unroll 1
+      for (uint64_t v = 4ull * p::tid(); v < n * c.scaleBytes; v += 4ull * c.threads)
+        p::stg<uint32_t>(scales + v, 0);
+    }
+    if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D && p::tid() == 0)
+      p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.recvCount) + s, 0);
+  }
+  p::sync_threads();
+  if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
+    return;
+#pragma unroll 1
+  for (uint32_t i = p::tid(); i < c.experts + c.ranks; i += c.threads)
+    if (ep_ll_left_out(c, i / (locals + 1)))
+      p::sts<uint32_t>(ep_ll_count_at(c, i), 0);
+  p::sync_threads();
+  ep_ll_tell_counts(c, a);
+}
+
 template <class C> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a) {
   uint32_t before = a.pushBlocks + 1, warps = (a.blocks - before) * (c.threads / 32);
   uint32_t index = p::warp() * (a.blocks - before) + p::bid() - before; /* few items lie on as many SMs */
@@ -643,7 +760,9 @@ template <class C> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a) 
     return ep_ll_end(a.group, op, a.blocks);
   if (index == warps - 1)
     ep_ll_greet(c, a.group, a.window, op);
-  if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
+  if (c.mask)
+    ep_ll_take_living(c, a, op, index, warps);
+  else if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
     ep_ll_take_rank_major(c, a, op, index, warps);
   else
     ep_ll_take_expert_major(c, a, op, index, warps);
@@ -661,6 +780,8 @@ template <class C> DEV void ep_ll_dispatch(const C c, const epLlDispatchArgs &a)
     ep_ll_push(c, a);
   else
     ep_ll_receive(c, a);
+  if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
+    ep_ll_empty(c, a);
   ep_profile_end(profile, p::bid() == 0 ? EP_SPAN_RECORD : p::bid() <= a.pushBlocks ? EP_SPAN_SEND : EP_SPAN_RECEIVE, a.blocks);
 }
 

@@ -15,7 +15,7 @@
 #ifndef EP_DEVICE_ROWS_H_
 #define EP_DEVICE_ROWS_H_
 
-#include "group.h"
+#include "mask.h"
 
 template <class C> DEV epConfig ep_plain_config(const C c) {
   epConfig plain;
@@ -253,13 +253,22 @@ DEV uint4 ep_zero4() {
   return z;
 }
 
+/* With masks: nothing is sent to this rank by this block. Known once credits were waited for. */
+template <class C> DEV bool ep_left_out(const C c, const epPipe &q, uint32_t rank) { return c.mask && !ep_peer(q, rank); }
+
 /* Whole block, its last threads first: those of the signaller have nothing else to look at. Every peer has finished reading what operation gen - 1 and earlier left in its staging. */
 template <class C>
 DEV bool ep_wait_credits(const C c, const epGroupArgs &g, const epPipe &q, uint32_t gen, uint32_t phase) {
   const uint32_t *credits = (const uint32_t *)(ep_peer(q, g.rank) + g.window.credits);
   bool ok = true;
   for (uint32_t r = c.threads - 1 - p::tid(); r < c.ranks && ok && c.bug != EP_BUG_NO_CREDIT; r += c.threads)
-    if (r != g.rank) ok = ep_wait_flag(g, credits + r, gen - 1, phase, r);
+    if (r != g.rank) {
+      ok = ep_await_flag(c, g, credits + r, gen - 1, phase, r);
+      if (!ok && !ep_stopped(c, g)) {
+        p::sts<uint64_t>(q.table + 8 * r, 0); /* ep_left_out: what this block has for it stays here */
+        ok = true;
+      }
+    }
   ok = ep_block_agrees(ok);
   if (c.bulk) /* the stores that follow are the async proxy's */
     p::fence_proxy_async_global();
@@ -275,7 +284,8 @@ DEV void ep_operation_end(const C c, const epGroupArgs &g, const epPipe &q, uint
   p::sync_threads();
   if (p::tid() != 0 || p::atomic_add_acq_rel_gpu(&state->stageDone, 1) != blocks - 1) return;
   for (uint32_t r = 0; r < c.ranks; r++)
-    if (r != g.rank) p::st_release_sys((uint32_t *)(ep_peer(q, r) + g.window.credits) + g.rank, gen);
+    if (r != g.rank && !ep_masked(c, g, r) && !ep_left_out(c, q, r))
+      p::st_release_sys((uint32_t *)(ep_peer(q, r) + g.window.credits) + g.rank, gen);
   p::stg<uint32_t>(&state->stageDone, 0);
   p::stg<uint32_t>(&state->aborted, 0);
   p::stg<uint32_t>(&state->errorClaimed, 0);
@@ -358,7 +368,9 @@ DEV void ep_operation(const C c, const Args &a, uint32_t kind, Before before, Se
   bool push = p::bid() < a.pushBlocks, usable = push || before(gen);
   if (!push && c.fused) ep_profile_span(profile, EP_SPAN_RECORD);
   bool record = usable && !(push && c.fused);
-  if (record) usable = ep_record_usable(a.recordLayout, a.record);
+  if (record)
+    usable = ep_record_usable(a.recordLayout, a.record) &&
+             ep_record_current(c, a.group, (const epRecordHeader *)(a.record + a.recordLayout.header));
   epPipe q = ep_pipe(c, a.group);
   ep_bug_wait_unscheduled(c, a.group, push);
   if (record && usable) ep_keep_counts(c, a.recordLayout, a.record, q);

@@ -12,7 +12,7 @@
 #ifndef EP_DEVICE_UPDATE_H_
 #define EP_DEVICE_UPDATE_H_
 
-#include "group.h"
+#include "mask.h"
 
 /* What one lane knows of its (token, k) in an iteration of 32 / K tokens. */
 struct epRouteLane {
@@ -138,6 +138,7 @@ template <class C> DEV void ep_update_bases(const C c, const epUpdateArgs &a, co
       uint32_t total = before + p::ldg<uint32_t>(histogram + (uint64_t)ep_update_block(a) * columns + i);
       bool expert = i < c.experts;
       uint32_t dst = expert ? i / locals : i - c.experts, word = expert ? i % locals : locals;
+      if (ep_masked(c, a.group, dst)) continue;
       uint64_t *counts = (uint64_t *)(ep_window(a.group, dst) + a.group.window.counts);
       p::st_relaxed_sys(counts + (uint64_t)((gen & 1) * c.ranks + a.group.rank) * (locals + 1) + word,
                         ep_word(gen, expert ? total : EP_ROWS_WORD(total, EP_ROWS_TAG(c.topk, c.layout))));
@@ -174,6 +175,7 @@ template <class C> DEV void ep_update_place(const C c, const epUpdateArgs &a, ui
             ep_meta(a.group, c.ranks, owner, a.group.rank, gen) + (uint64_t)itsRow * a.group.window.metaWords;
         bool mine = r.valid && r.owner == owner;
         if (mine) myRow = itsRow;
+        if (ep_masked(c, a.group, owner)) continue;
         p::stg<uint32_t>(meta + 1 + r.k, mine ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
         if (r.k == 0) p::stg<uint32_t>(meta, r.token);
       }
@@ -194,7 +196,8 @@ template <class C> DEV void ep_update_send_flags(const C c, const epUpdateArgs &
   p::sync_threads();
   bool last = p::lds<uint32_t>(p::smem_base()) == a.blocks - 1;
   for (uint32_t d = p::tid(); last && d < c.ranks; d += c.threads)
-    p::st_release_sys((uint32_t *)(ep_window(a.group, d) + a.group.window.metaFlags) + a.group.rank, gen);
+    if (!ep_masked(c, a.group, d))
+      p::st_release_sys((uint32_t *)(ep_window(a.group, d) + a.group.window.metaFlags) + a.group.rank, gen);
   p::sync_threads();
 }
 
@@ -240,8 +243,35 @@ template <class C> DEV epGather ep_gather(const C c) {
 
 DEV uint32_t ep_lds(uint32_t array, uint32_t i) { return p::lds<uint32_t>(array + 4 * i); }
 
+/* Whole block, with masks: which sources take part, once for all that follows. A source's flag, which comes after its counts and meta
+ * rows, says that it does. Those that do not have no rows. */
+template <class C> DEV bool ep_gather_living(const C c, const epUpdateArgs &a, const epGather &g, uint32_t gen) {
+  uint32_t locals = c.experts / c.ranks, words = locals + 1;
+  const uint8_t *window = ep_window(a.group, a.group.rank);
+  const uint64_t *counts = (const uint64_t *)(window + a.group.window.counts) + (uint64_t)(gen & 1) * c.ranks * words;
+  const uint32_t *flags = (const uint32_t *)(window + a.group.window.metaFlags);
+  bool ok = true;
+  for (uint32_t s = p::tid(); s < c.ranks; s += c.threads) {
+    bool came = ep_await_flag(c, a.group, flags + s, gen, EP_PHASE_UPDATE_COUNTS, s);
+    p::sts<uint32_t>(g.recvBase + 4 * s, came); /* free until the prefix */
+    ok = ok && (came || !ep_stopped(c, a.group));
+  }
+  if (!ep_block_agrees(ok)) return false;
+  for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
+    uint32_t s = i / words, e = i % words, v = 0;
+    if (p::lds<uint32_t>(g.recvBase + 4 * s)) v = (uint32_t)p::ld_relaxed_sys(counts + i);
+    if (v && e == locals && EP_ROWS_TAG_OF(v) != EP_ROWS_TAG(c.topk, c.layout)) {
+      ep_stop(c, a.group, EP_ERR_MISMATCH, EP_PHASE_UPDATE_COUNTS, s, EP_ROWS_TAG(c.topk, c.layout), EP_ROWS_TAG_OF(v));
+      ok = false;
+    }
+    p::sts<uint32_t>(e < locals ? g.counts + 4 * (s * locals + e) : g.rows + 4 * s, e < locals ? v : EP_ROWS_OF(v));
+  }
+  return ep_block_agrees(ok);
+}
+
 /* Whole block: the words of all sources into shared memory. */
 template <class C> DEV bool ep_gather_counts(const C c, const epUpdateArgs &a, const epGather &g, uint32_t gen) {
+  if (c.mask) return ep_gather_living(c, a, g, gen);
   uint32_t locals = c.experts / c.ranks, words = locals + 1;
   const uint64_t *counts = (const uint64_t *)(ep_window(a.group, a.group.rank) + a.group.window.counts) +
                            (uint64_t)(gen & 1) * c.ranks * words;
@@ -272,6 +302,7 @@ template <class C> DEV void ep_update_header(const C c, const epUpdateArgs &a) {
   p::stg<uint32_t>(&h->layout, c.layout);
   p::stg<uint32_t>(&h->tokens, a.tokens);
   p::stg<uint32_t>(&h->align, a.align);
+  if (c.mask) p::stg<uint32_t>(&h->epoch, p::ld_relaxed_sys(&ep_mask_state(c, a.group)->epoch));
 }
 
 /* Whole block: exact counts for the host; their generation goes last. */
@@ -324,15 +355,17 @@ template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, u
     ep_put_counter(a.expertCounters, a.expertCountersWide, e, flat || a.expertCountersWide & EP_COUNTER_ADDS ? n : padded);
     for (uint32_t s = 0; s < c.ranks; s++) {
       uint64_t *reply = (uint64_t *)(ep_window(a.group, s) + a.group.window.replies);
-      p::st_relaxed_sys(reply + (uint64_t)((gen & 1) * c.ranks + me) * words + e, ep_word(gen, slot));
+      if (!ep_masked(c, a.group, s))
+        p::st_relaxed_sys(reply + (uint64_t)((gen & 1) * c.ranks + me) * words + e, ep_word(gen, slot));
       p::stg<uint32_t>(slotBase + s * locals + e, slot);
       slot += ep_lds(g.counts, s * locals + e);
     }
   }
   for (uint32_t s = p::tid(); s < c.ranks; s += c.threads) {
     uint64_t *reply = (uint64_t *)(ep_window(a.group, s) + a.group.window.replies);
-    p::st_relaxed_sys(reply + (uint64_t)((gen & 1) * c.ranks + me) * words + locals,
-                      ep_word(gen, ep_lds(g.recvBase, s)));
+    if (!ep_masked(c, a.group, s))
+      p::st_relaxed_sys(reply + (uint64_t)((gen & 1) * c.ranks + me) * words + locals,
+                        ep_word(gen, ep_lds(g.recvBase, s)));
     p::stg<uint32_t>(recvCount + s, ep_lds(g.rows, s));
     p::stg<uint32_t>(recvBase + s, ep_lds(g.recvBase, s));
   }
@@ -356,9 +389,24 @@ template <class C> DEV void ep_update_replies(const C c, const epUpdateArgs &a, 
                             (uint64_t)(gen & 1) * c.ranks * words;
   for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
     uint32_t d = i / words, e = i % words, v;
-    if (!ep_wait_word(a.group, replies + i, gen, EP_PHASE_UPDATE_REPLY, d, &v)) return;
+    if (!ep_await_word(c, a.group, replies + i, gen, EP_PHASE_UPDATE_REPLY, d, &v)) {
+      if (ep_stopped(c, a.group)) return;
+      v = EP_NONE; /* nothing goes there */
+    }
     p::stg<uint32_t>(e < locals ? sendSlot + d * locals + e : sendBase + d, v);
   }
+}
+
+/* All blocks, with masks: the first one has settled which sources take part; true when it has found any. */
+template <class C> DEV bool ep_update_settled(const C c, const epUpdateArgs &a, uint32_t gen) {
+  uint32_t *verdict = &ep_mask_state(c, a.group)->verdict;
+  bool ok = true;
+  if (ep_update_block(a) == 0) {
+    p::sync_threads();
+    if (p::tid() == 0 && !p::ld_relaxed_sys(&ep_state(a.group)->aborted)) p::st_release_gpu(verdict, gen);
+  }
+  if (p::tid() == 0) ok = ep_await_flag(c, a.group, verdict, gen, EP_PHASE_GRID, a.group.rank);
+  return ep_block_agrees(ok);
 }
 
 /* All blocks: meta rows of every source -> record. Loads in flight together: each is a trip to the L2. */
@@ -370,11 +418,13 @@ template <class C> DEV void ep_update_copy_meta(const C c, const epUpdateArgs &a
       (const uint64_t *)(ep_window(a.group, me) + a.group.window.counts) + (uint64_t)(gen & 1) * c.ranks * (locals + 1);
   uint32_t *out = (uint32_t *)(a.record + a.recordLayout.recvMeta);
   bool ok = true;
-  for (uint32_t s = p::tid(); s < c.ranks && ok; s += c.threads)
+  if (c.mask && !ep_update_settled(c, a, gen)) return;
+  for (uint32_t s = p::tid(); s < c.ranks && ok && !c.mask; s += c.threads)
     ok = ep_wait_flag(a.group, flags + s, gen, EP_PHASE_UPDATE_META, s);
-  if (!ep_block_agrees(ok)) return;
+  if (!c.mask && !ep_block_agrees(ok)) return;
   for (uint32_t s = 0; s < c.ranks; s++) {
-    uint32_t rows = EP_ROWS_OF(p::ld_relaxed_sys(counts + (uint64_t)s * (locals + 1) + locals));
+    uint32_t rows = c.mask ? p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvCount) + s)
+                           : EP_ROWS_OF(p::ld_relaxed_sys(counts + (uint64_t)s * (locals + 1) + locals));
     const uint32_t *in = ep_meta(a.group, c.ranks, me, s, gen);
     uint32_t *to = out + (uint64_t)s * a.group.maxTokens * width;
     uint32_t step = a.blocks * c.threads, v[EP_META_AT_ONCE];
@@ -409,7 +459,7 @@ template <class C, class F> DEV bool ep_update_frame(const C c, const epUpdateAr
   if (p::tid() == 0 && a.blocks > 1) {
     p::atomic_add_acq_rel_gpu(&state->updateArrived, 1);
     if (c.bug != EP_BUG_NO_GRID_BARRIER)
-      ok = ep_wait_flag(a.group, &state->updateArrived, a.blocks, EP_PHASE_GRID, a.group.rank);
+      ok = ep_await_flag(c, a.group, &state->updateArrived, a.blocks, EP_PHASE_GRID, a.group.rank);
   }
   if (ep_block_agrees(ok)) exchange(histogram, gen, t0, t1);
   p::sync_threads();
@@ -456,7 +506,7 @@ template <class C> DEV bool ep_update_inside(const C c, const epUpdateArgs &a, u
   epGroupState *state = ep_state(a.group);
   bool ok = true;
   if (ep_update_block(a) < a.blocks && ep_update_run(c, a)) p::st_release_gpu(&state->routed, gen);
-  if (p::tid() == 0) ok = ep_wait_flag(a.group, &state->routed, gen, EP_PHASE_GRID, a.group.rank);
+  if (p::tid() == 0) ok = ep_await_flag(c, a.group, &state->routed, gen, EP_PHASE_GRID, a.group.rank);
   return ep_block_agrees(ok);
 }
 

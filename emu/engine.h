@@ -215,6 +215,8 @@ public:
   void freeIdentity(u32 id, u32 lastEpoch);
   void copyInStream(Stream *s, u8 *dst, const u8 *src, size_t bytes, int value, bool fill);
   GinPort *openGin(const GinPort &port); // the engine keeps it until its own end
+  void freeze(int rank, u64 after); // its threads run no more, once that many scheduling decisions were made
+  void thaw(int rank);
 
   Memory memory;
   Reports reports;
@@ -266,6 +268,7 @@ private:
     if (rng.oneIn(oneIn)) yield();
   }
   void unready(Warp *w);
+  bool frozen(const Warp *w) const;
   void exitThread();
   void fire(const Event &e);
   void at(u64 due, PendingStore *p, BulkCopy *c, Stream *s) { events.push({due, sequence++, p, c, s, nullptr}); }
@@ -330,6 +333,7 @@ private:
   u64 now = 1, sequence = 0, picksLeft = 0, lastChange = 1, changes = 0;
   u32 laneMode, delay, startDelay;
   std::vector<Warp *> ready;
+  std::vector<u64> freezeAt; // by rank, of `now`
   Warp *lastWarp = nullptr;
   std::priority_queue<Event> events;
   std::vector<Fiber *> parked;
@@ -344,7 +348,7 @@ private:
   bool wantMain = false, scanStreams = true, hopeless = false;
   u32 sharedAccesses = 0;
   u32 idleRounds = 0, clockJumps = 0;
-  u64 clockReads = 0, clockReadsAtJump = 0, fruitlessJumps = 0;
+  u64 jumpNs = 0, clockReads = 0, clockReadsAtJump = 0, fruitlessJumps = 0;
   boost::context::detail::fcontext_t mainContext = nullptr;
   Fiber *from = nullptr;
   struct {

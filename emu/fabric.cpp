@@ -167,7 +167,7 @@ bool Fabric::hostsAreWaiting(bool *someoneAway) const {
   auto now = Clock_::now();
   *someoneAway = false;
   for (const Rank &r : ranks) {
-    if (!r.comm) continue;
+    if (!r.comm || r.away) continue;
     bool waits =
         std::any_of(waiters.begin(), waiters.end(), [&](Waiter *w) { return !w->released && w->thread == r.thread; });
     if (waits) continue;
@@ -270,7 +270,7 @@ Clock_::time_point Fabric::lastCallOfAway() const {
   Clock_::time_point last{};
   for (const Rank &r : ranks) {
     bool waits = std::any_of(waiters.begin(), waiters.end(), [&](Waiter *w) { return w->thread == r.thread; });
-    if (r.comm && !waits) last = std::max(last, r.calledAt);
+    if (r.comm && !r.away && !waits) last = std::max(last, r.calledAt);
   }
   return last;
 }
@@ -357,6 +357,16 @@ ncclResult_t Fabric::exchange(Lock &lock, int rank, const char *call, const void
   if (!m->error.empty()) return fail(ncclInvalidUsage, "%s: %s", call, m->error.c_str());
   memcpy(all, m->data.data(), bytes * n);
   return enter(rank, call);
+}
+
+void Fabric::stop(int rank, bool stopped, u64 after) {
+  ranks[size_t(rank)].away = stopped;
+  if (stopped)
+    engine.freeze(rank, after);
+  else
+    engine.thaw(rank);
+  activity++;
+  changed.notify_all();
 }
 
 void Fabric::leave(int rank) {

@@ -48,6 +48,7 @@ struct Rank {
   std::vector<std::unique_ptr<Stream>> streams; // [0] is the default stream, [1] the one of synchronous copies
   std::vector<std::shared_ptr<StreamEvent>> events;
   std::vector<std::shared_ptr<Window>> windows;
+  bool away = false;      // its host is not waited for
   KnownRef hostKnown;     // what this rank's host has synchronised with
   std::string broken;     // why every call fails now
   std::thread::id thread; // that called for this rank last
@@ -80,6 +81,7 @@ public:
   ncclResult_t exchange(Lock &lock, int rank, const char *call, const void *mine, void *all, size_t bytes);
   ncclResult_t createStream(int rank, Stream **out);
   ncclResult_t destroyStream(Lock &lock, int rank, Stream *s, const char *call);
+  void stop(int rank, bool stopped, u64 after); // ncclEpEmuRankStop
   void leave(int rank); // the communicator is destroyed
   bool empty() const;
   bool reaches(int a, int b) const { return a / scaleUp == b / scaleUp; }

@@ -22,10 +22,12 @@
 
 #include "hybrid_combine.h"
 
+#include "mask_meet.h"
+
 namespace emu {
 
 static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combine", "ll_update", "ll_dispatch", "ll_combine",
-                                                   "hybrid_update", "hybrid_dispatch", "hybrid_combine"};
+                                                   "hybrid_update", "hybrid_dispatch", "hybrid_combine", "mask"};
 
 const char *kernelName(int id) { return id >= 0 && id < EP_KERNEL_COUNT ? names[id] : "?"; }
 
@@ -64,6 +66,8 @@ std::function<void()> kernelBody(int id, const epConfig &config, const void *arg
   case EP_KERNEL_HYBRID_COMBINE:
     return bind<epHybridCombineArgs>([](const epConfig &c, const epHybridCombineArgs &a) { ep_hybrid_combine(c, a); },
                                      config, args, bytes);
+  case EP_KERNEL_MASK:
+    return bind<epMaskArgs>([](const epConfig &c, const epMaskArgs &a) { ep_mask(c, a); }, config, args, bytes);
   default:
     return {};
   }

@@ -315,6 +315,13 @@ static ncclResult_t windowDeregister(ncclComm_t comm, ncclWindow_t window) {
       true);
 }
 
+static ncclResult_t rankStop(ncclComm_t comm, int stopped, unsigned long long after) {
+  return with(comm, "ncclEpEmuRankStop", [&](Lock &, Comm &c) {
+    c.fabric->stop(c.rank, stopped != 0, after);
+    return ncclSuccess;
+  });
+}
+
 // Also for broken ranks: it is where the reason stands.
 static ncclResult_t report(ncclComm_t comm, ncclEpEmuReport_t *out) {
   Lock lock = lockEmulator();
@@ -354,7 +361,8 @@ static const epEmuModule module_ = {EP_EMU_MODULE_VERSION,
                                     windowRegister,
                                     windowDeregister,
                                     report,
-                                    streamDelay};
+                                    streamDelay,
+                                    rankStop};
 
 } // namespace emu
 

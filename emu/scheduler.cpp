@@ -131,10 +131,30 @@ void Engine::wake(Fiber *f) {
   f->state = State::Ready;
   Warp *w = f->warp;
   w->ready |= 1u << f->lane;
-  if (w->position < 0) {
+  if (w->position < 0 && !frozen(w)) {
     w->position = int(ready.size());
     ready.push_back(w);
   }
+}
+
+bool Engine::frozen(const Warp *w) const {
+  return !freezeAt.empty() && now >= freezeAt[size_t(w->block->rank)];
+}
+
+void Engine::freeze(int rank, u64 after) {
+  freezeAt.resize(streams.size(), ~0ull);
+  freezeAt[size_t(rank)] = after > ~0ull - now ? ~0ull : now + after;
+}
+
+void Engine::thaw(int rank) {
+  if (!freezeAt.empty()) freezeAt[size_t(rank)] = ~0ull;
+  for (Block *b : liveBlocks)
+    for (Warp &w : b->warps)
+      if (w.ready && w.position < 0) {
+        w.position = int(ready.size());
+        ready.push_back(&w);
+      }
+  hostDidSomething();
 }
 
 void Engine::unready(Warp *w) {
@@ -159,6 +179,9 @@ Fiber *Engine::pick() {
     events.pop();
     fire(e);
   }
+  if (!freezeAt.empty())
+    for (size_t i = ready.size(); i-- > 0;)
+      if (frozen(ready[i])) unready(ready[i]);
   if (wantMain || ready.empty() || picksLeft == 0 || nothingChanges()) return nullptr;
   picksLeft--;
   if ((now & 1023) == 0)
@@ -538,7 +561,8 @@ bool Engine::advanceClock() {
     return false; // nobody looks at the clock
   clockReadsAtJump = clockReads;
   if (clockNs > CLOCK_LIMIT_NS) return false;
-  clockNs += 1000000ull << std::min(clockJumps++, 16u);
+  jumpNs = clockJumps++ ? std::min<u64>(jumpNs + jumpNs / 8, 65536000000ull) : 1000000ull; // small beside what has passed already
+  clockNs += jumpNs;
   lastChange = now;
   wakeAllParked();
   return true;

@@ -94,7 +94,7 @@ extern const epBackendOps epBackendUnsupported;
 ncclResult_t epBackendOpen(ncclComm_t comm, const ncclEpAllocConfig_t *alloc, epBackend **out);
 
 /* Exported by the emulator's module (libnccl_ep_emu.so), found with dlsym; `version` guards against a stale module. */
-#define EP_EMU_MODULE_VERSION 2
+#define EP_EMU_MODULE_VERSION 3
 typedef struct epEmuModule {
   unsigned version;
   int (*ownsComm)(ncclComm_t comm);
@@ -117,6 +117,7 @@ typedef struct epEmuModule {
   ncclResult_t (*windowDeregister)(ncclComm_t comm, ncclWindow_t window);
   ncclResult_t (*report)(ncclComm_t comm, ncclEpEmuReport_t *report);
   ncclResult_t (*streamDelay)(ncclComm_t comm, cudaStream_t stream, unsigned long long ns);
+  ncclResult_t (*rankStop)(ncclComm_t comm, int stopped, unsigned long long after);
 } epEmuModule;
 /* `fail` is epFail with the line already formatted: the module has no other way to the library's last error. */
 typedef ncclResult_t (*epFailLineFn)(ncclResult_t code, const char *line);

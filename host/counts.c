@@ -94,7 +94,7 @@ int epCountsKnown(const struct ncclEpHandle *h) {
 ncclResult_t epUpdateWait(const char *call, struct ncclEpHandle *h) {
   struct ncclEpGroup *g = h->group;
   const epBackendOps *ops = g->be->ops;
-  uint64_t now, deadline;
+  uint64_t now, deadline, most = g->config.timeout_ns;
   ncclResult_t r = epUpdatePending(call, h, h->stream);
   if (r != ncclSuccess) return r;
   /* An update inside a graph runs when the graph does; who replays it waits for it. */
@@ -103,8 +103,9 @@ ncclResult_t epUpdateWait(const char *call, struct ncclEpHandle *h) {
   if (r != ncclSuccess) return r;
   /* Without a slot, or when graphs have moved the generation beyond what the host counted, only the stream tells. */
   if (!h->counts || g->updatesCaptured) return ops->synchronize(g->be, h->stream);
+  if (g->config.enable_mask && most <= UINT64_MAX / 2) most *= 2; /* it may be waiting for a rank that does not come */
   now = epNow();
-  deadline = g->config.timeout_ns < UINT64_MAX - now ? now + g->config.timeout_ns : UINT64_MAX;
+  deadline = most < UINT64_MAX - now ? now + most : UINT64_MAX;
   while (!epCountsKnown(h)) {
     r = epGroupUsable(call, g);
     if (r != ncclSuccess) return r;

@@ -19,6 +19,7 @@ static const char *epGroupObstacle(const struct ncclEpGroup *g, ncclEpLayout_t l
   if (epIsHybrid(g)) return "the communicator spans several scale-up domains";
   if (g->shape.ranks > EP_MAX_DIRECT) return "there are more ranks than that is supported for";
   if (!g->topology.bulkCopies) return "the device has no bulk copies";
+  if (g->config.enable_mask) return "a masked rank that comes late must not reach outputs (enable_mask)";
   return NULL;
 }
 

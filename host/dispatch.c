@@ -23,6 +23,7 @@ epConfig epMoveConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk,
   /* A flat row is one a rank already: within a domain there is nothing else to sum. */
   c.single = epShapeSingle(&g->shape) && dtype != EP_DTYPE_BYTES &&
              (kind != EP_LAYOUT_KIND_FLAT || g->topology.scaleOutRanks > 1);
+  c.mask = g->config.enable_mask != 0;
   return c;
 }
 

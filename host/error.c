@@ -7,7 +7,7 @@
 #include "low_latency.h"
 #include "runtime.h"
 
-enum { EP_SEEN_INDEX = 1, EP_SEEN_OVERFLOW = 2 };
+enum { EP_SEEN_INDEX = 1, EP_SEEN_OVERFLOW = 2, EP_SEEN_MASK = 4 };
 /* Why the group is lost: EP_ERR_* of a kernel, or that rows overflowed where overflow_policy says that it must not be. */
 enum { EP_LOST_OVERFLOW = 100 };
 
@@ -33,6 +33,8 @@ const char *epPhaseName(uint32_t phase) {
     return "combine: rows";
   case EP_PHASE_NETWORK:
     return "network: puts to be sent";
+  case EP_PHASE_MASK_CLEAN:
+    return "mask clean: to meet";
   default:
     return "unknown phase";
   }
@@ -53,9 +55,24 @@ static void epLostText(const struct ncclEpGroup *g, const epErrorRecord *e, char
              g->topology.rank, e->overflowNeeded, g->budget ? "max_recv_tokens_per_rank" : "the outputs had");
     return;
   }
-  snprintf(text, bytes, "rank %d %s in %s, waiting for rank %u: expected generation %u, seen %u (timeout %llu ms)",
+  if (e->code == EP_ERR_MASKED_BY) {
+    snprintf(text, bytes,
+             "rank %d is masked by rank %u, found in %s (expected generation %u, seen %u), and masks it: ncclEpMaskClean on "
+             "both lets them meet again",
+             g->topology.rank, e->peer, epPhaseName(e->phase), e->expected, e->seen);
+    return;
+  }
+  if (e->code == EP_ERR_STALE_RECORD) {
+    snprintf(text, bytes,
+             "rank %d used a handle of before ncclEpMaskClean (%u re-admissions, the handle knows %u): nothing was moved, "
+             "update the handle on all ranks",
+             g->topology.rank, e->expected, e->seen);
+    return;
+  }
+  snprintf(text, bytes, "rank %d %s in %s, waiting for rank %u: expected generation %u, seen %u (timeout %llu ms)%s",
            g->topology.rank, e->code == EP_ERR_ABORT ? "was aborted" : "timed out", epPhaseName(e->phase), e->peer,
-           e->expected, e->seen, (unsigned long long)(g->config.timeout_ns / 1000000));
+           e->expected, e->seen, (unsigned long long)(g->config.timeout_ns / 1000000),
+           e->code == EP_ERR_MASKED ? "; that rank is masked" : "");
 }
 
 /* Update writes both words of the value, the low-latency kernels one with a sign. */
@@ -96,7 +113,13 @@ static int epOverflowLoses(const struct ncclEpGroup *g) {
 static void epGroupLook(struct ncclEpGroup *g) {
   epErrorRecord *e = &g->shared->error;
   char text[256];
-  if (!g->lost && epShared(&e->code) != EP_ERR_NONE) {
+  uint32_t code = epShared(&e->code);
+  if (code >= EP_ERR_MASKED && !(g->reported & EP_SEEN_MASK)) {
+    g->reported |= EP_SEEN_MASK;
+    epLostText(g, e, text, sizeof text);
+    epLog(EP_LOG_WARN, "group %p: %s", (void *)g, text);
+  }
+  if (!g->lost && code != EP_ERR_NONE && code < EP_ERR_MASKED) {
     g->lostBy = *e;
     __atomic_store_n(&g->lost, 1, __ATOMIC_RELEASE);
     epLostText(g, e, text, sizeof text);
@@ -158,6 +181,22 @@ void epGroupErrorClear(struct ncclEpGroup *g) {
   pthread_mutex_unlock(&g->lock);
 }
 
+/* As nccl_ep_ext.h numbers them. */
+static int epInfoCode(uint32_t code) {
+  switch (code) {
+  case EP_ERR_ABORT:
+    return 2;
+  case EP_ERR_MISMATCH:
+    return 5;
+  case EP_ERR_MASKED_BY:
+    return 6;
+  case EP_ERR_STALE_RECORD:
+    return 7;
+  default:
+    return 1;
+  }
+}
+
 void epGroupErrorInfo(struct ncclEpGroup *g, ncclEpErrorInfo_t *info) {
   const epErrorRecord *e = &g->shared->error;
   uint32_t code;
@@ -170,7 +209,7 @@ void epGroupErrorInfo(struct ncclEpGroup *g, ncclEpErrorInfo_t *info) {
   info->code = 0;
   info->expected = info->seen = 0;
   if (code != EP_ERR_NONE) {
-    info->code = code == EP_ERR_ABORT ? 2 : code == EP_ERR_MISMATCH ? 5 : 1;
+    info->code = epInfoCode(code);
     info->peer = (int)e->peer;
     info->expected = e->expected;
     info->seen = e->seen;

@@ -8,6 +8,7 @@
 #include "hybrid.h"
 #include "links_find.h"
 #include "low_latency.h"
+#include "masks.h"
 #include "object.h"
 
 ncclResult_t epGroupFind(const char *call, ncclEpGroup_t group) {
@@ -45,9 +46,9 @@ static ncclResult_t epGroupAllocate(struct ncclEpGroup *g) {
   if (r != ncclSuccess) return r;
   g->shared = host;
   g->sharedDev = dev;
-  r = ops->alloc(g->be, &g->scratch, g->scratchLayout.bytes);
+  r = ops->alloc(g->be, &g->scratch, epMaskScratchBytes(g));
   if (r == ncclSuccess) r = ops->alloc(g->be, &g->windowTable, g->shape.ranks * sizeof(void *));
-  if (r == ncclSuccess) r = ops->memset(g->be, g->scratch, 0, g->scratchLayout.bytes, NULL);
+  if (r == ncclSuccess) r = ops->memset(g->be, g->scratch, 0, epMaskScratchBytes(g), NULL);
   if (r == ncclSuccess) r = ops->synchronize(g->be, NULL);
   if (r == ncclSuccess) r = epCountsTake(g, NULL, 1); /* the first chunk */
   if (r == ncclSuccess && epProfileWanted()) r = epProfileSet(g, 1);
@@ -108,7 +109,7 @@ static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
   void **peers = g->windows = calloc(g->shape.ranks, sizeof *peers);
   ncclResult_t r;
   if (!peers) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
-  r = g->be->ops->windowCreate(g->be, g->windowLayout.bytes, &g->window, peers);
+  r = g->be->ops->windowCreate(g->be, epMaskWindowBytes(g), &g->window, peers);
   for (uint32_t i = 0; r == ncclSuccess && i < g->shape.ranks; i++)
     if (!peers[i] && (int)i / g->topology.scaleUpRanks == g->topology.scaleOutRank)
       r = epFail(ncclInternalError, "ncclEpCreateGroup: the window of rank %u is not reachable from rank %d", i,
@@ -171,7 +172,9 @@ ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGrou
     epHybridLayouts(g);
   }
   g->budget = g->config.max_recv_tokens_per_rank;
-  r = epGroupAgree(g, epGroupAllocate(g));
+  r = epGroupAllocate(g);
+  if (r == ncclSuccess) r = epMaskOpen(g);
+  r = epGroupAgree(g, r);
   if (r == ncclSuccess) r = epGroupWindow(g);
   if (r != ncclSuccess) goto release;
   if (!epObjectAdd(g, EP_OBJECT_GROUP)) {
@@ -202,7 +205,9 @@ ncclResult_t epGroupDestroy(ncclEpGroup_t g) {
   /* Peers store into this rank's window, credits even after the operation has ended here: it must outlive theirs.
    * Joined after a timeout too, because a peer that was only late knows nothing of it and waits here; the backend ends
    * the wait when the communicator has an error. */
-  if (g->shape.ranks > 1) {
+  if (g->config.enable_mask) {
+    r = epMaskLeave(g); /* a masked rank may never come */
+  } else if (g->shape.ranks > 1) {
     all = calloc(g->shape.ranks, sizeof *all);
     r = all ? g->be->ops->allGather(g->be, &mine, all, sizeof mine)
             : epFail(ncclSystemError, "ncclEpGroupDestroy: out of host memory");

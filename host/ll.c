@@ -60,6 +60,7 @@ static epConfig configOf(const struct ncclEpGroup *g, uint32_t kind, uint32_t to
   c.dtype = dtype;
   c.layout = kind;
   c.weights = weights;
+  c.mask = g->config.enable_mask != 0;
   return c;
 }
 

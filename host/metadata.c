@@ -86,7 +86,8 @@ static ncclResult_t epSent(struct ncclEpHandle *h, ncclEpHandleMetadata_t *m) {
   for (size_t i = 0; r == ncclSuccess && i < entries; i++) {
     int32_t e = ((int32_t *)topk)[i];
     uint32_t from = e < 0 ? 0 : flat ? (uint32_t)e / epLocals(h->group) : (uint32_t)e;
-    m->sent_slot[i] = e < 0 ? -1 : (long long)((uint32_t *)base)[from] + ((int32_t *)place)[i];
+    int goes = e >= 0 && ((uint32_t *)base)[from] != EP_NONE; /* a masked rank has no place for it */
+    m->sent_slot[i] = goes ? (long long)((uint32_t *)base)[from] + ((int32_t *)place)[i] : -1;
   }
   free(base);
   free(place);

@@ -7,6 +7,7 @@
 
 #include "abi.h"
 #include "backend.h"
+#include "mask_layout.h"
 #include "nccl_ep.h"
 #include "nccl_ep_ext.h"
 #include "policy.h"
@@ -32,10 +33,11 @@ typedef struct epCountsChunk {
   struct ncclEpHandle *users[EP_COUNTS_SLOTS];
 } epCountsChunk;
 
-/* Host-visible words of a group: the kernels' error record and the word that ends their waits. */
+/* Host-visible words of a group: the kernels' error record, the word that ends their waits, what a re-admission came to. */
 typedef struct epGroupShared {
   epErrorRecord error;
   uint32_t abortWord;
+  epMaskResult meeting;
 } epGroupShared;
 
 /* What profile.c keeps of a group. `area` (device; profile_layout.h) is made once and stays with the group. */

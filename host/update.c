@@ -15,6 +15,7 @@ epConfig epUpdateConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t top
   c.topk = topk;
   c.layout = kind;
   c.indexBytes = indexBytes;
+  c.mask = g->config.enable_mask != 0;
   return c;
 }
 

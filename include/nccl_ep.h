@@ -361,7 +361,7 @@ typedef struct {
    * a few more; they also work one after the other. */
   unsigned int max_num_sms;
   ncclEpAllocConfig_t alloc;              /* for the group's and the handles' device memory */
-  unsigned int enable_mask;               /* fault masks. Not supported yet: must be 0 */
+  unsigned int enable_mask;               /* nonzero: a rank that does not answer is masked and left out, see "Masks" */
   uint64_t timeout_ns;                    /* of a wait inside a kernel; 0: 100 s. Environment: NCCL_EP_TIMEOUT_MS */
   ncclEpZeroCopyMode_t zero_copy;         /* (version 2) dispatch straight into window-backed outputs */
   ncclEpOverflowPolicy_t overflow_policy; /* (version 2) what becomes of rows beyond the budget */
@@ -738,12 +738,41 @@ ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *i
  * nothing; staging is not supported yet, so there is never anything staged. */
 ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t *config, cudaStream_t stream);
 
-/* ncclEpMaskQuery, ncclEpMaskUpdate, ncclEpMaskClean: which ranks take part (1) or are masked (0).
+/* ---- Masks ----------------------------------------------------------------------------------------------------------
+ *
+ * In a group with enable_mask (one scale-up domain; several are refused by ncclEpCreateGroup) a rank whose part of an operation has not come within timeout_ns is masked by the rank that waits, and the operation ends without it: after about the
+ * timeout, at most one and a half of it. What then holds:
+ *   its rows   an update counts none from it, nor does low latency's dispatch. High throughput: along a record that has rows of it, dispatch
+ *              leaves their places empty (index -1, weight 0, zeros); a row that came before is whole. Low latency: all or none of them
+ *              are there; where some had come, 3-D expert-major counts them and has zeros
+ *   its sums   are left out of combine's; weights that would come from it are 0
+ *   reports    ncclEpGetAsyncError gives 1, ncclEpGetErrorInfo the rank, phase, peer, generation expected and seen. The group goes on
+ *   later      calls wait for it no more
+ * A mask is each rank's own, and ranks find out at different times: in the operation in which a rank falls out, one may have its rows
+ * and another may not; each row, and each rank's part of a token's sum, is there in whole or not at all, and every output is what one
+ * set of ranks that answered gives. Who masks a rank tells it: one that was only late finds out at its first wait, masks in turn who
+ * has masked it (code 6 of ncclEpGetErrorInfo), and returns. A rank that waits for another shows that it lives, so that who waits for it
+ * does not take it for dead. A timeout must be longer than ranks are apart in healthy use.
+ *
+ * A masked rank takes part again after ncclEpMaskClean, and then every handle must be updated again on all ranks before it is
+ * dispatched or combined along: such a call along an older record moves nothing and is reported (code 7).
+ * Outputs of such groups are always staged (zero_copy ON is refused), and combine sends rows of long tokens in one piece. */
+
+/* ncclEpMaskQuery: which ranks take part (1) or are masked (0), in stream order.
  *   mask_status  out, device memory, [R]
- *   mask         host memory, [R]
- * Not supported yet: ncclInvalidUsage. */
+ * Local, asynchronous, capturable. ncclInvalidUsage: the group has no masks. */
 ncclResult_t ncclEpMaskQuery(ncclEpGroup_t ep_group, int *mask_status, cudaStream_t stream);
+/* ncclEpMaskUpdate: masks ranks, as a timeout would, in stream order; they are told.
+ *   mask  host memory, [R], read before the call returns: 0 masks a rank, 1 leaves it as it is (ncclEpMaskClean alone brings a rank
+ *         back: it has missed operations). This rank's own must be 1
+ * Local, asynchronous, capturable; sensible where all ranks that go on do the same. Reports nothing. ncclInvalidUsage: the group
+ * has no masks. */
 ncclResult_t ncclEpMaskUpdate(ncclEpGroup_t ep_group, const int *mask, cudaStream_t stream);
+/* ncclEpMaskClean: re-admits ranks: all that call it together (each after its earlier operations, on its stream) take part again, and
+ * their counters agree, however they were masked and wherever they had stopped. A rank that does not call within timeout_ns stays
+ * masked, or is masked now. Waits on the host until the stream has come that far. Does not clear the asynchronous error.
+ * Collective among those that call; not while capturing. Handles have to be updated afterwards, see above. ncclInvalidUsage: the group
+ * has no masks. */
 ncclResult_t ncclEpMaskClean(ncclEpGroup_t ep_group, cudaStream_t stream);
 
 /* ncclEpGetAsyncError: whether a kernel of the group has reported something.
@@ -753,7 +782,7 @@ ncclResult_t ncclEpMaskClean(ncclEpGroup_t ep_group, cudaStream_t stream);
 ncclResult_t ncclEpGetAsyncError(ncclEpGroup_t ep_group, int *error_out);
 
 /* ncclEpErrorClear: makes ncclEpGetAsyncError answer 0 until the next report. After a bad id or dropped rows the group
- * is as good as before. After a timeout or abort it is not: ranks may disagree about how many operations they have
+ * is as good as before, and so it is after a timeout in a group with masks. After an abort, or a timeout without masks, it is not: ranks may disagree about how many operations they have
  * finished, so collective calls on it stay refused, and the group is to be destroyed and made anew on all ranks. Local.
  */
 ncclResult_t ncclEpErrorClear(ncclEpGroup_t ep_group);

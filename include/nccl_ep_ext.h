@@ -28,7 +28,8 @@ typedef struct {
   unsigned int size;
   unsigned int magic;
   int code;              /* 0 none, 1 a wait timed out, 2 aborted, 3 a topk_idx was out of range, 4 overflow,
-                          * 5 ranks updated with different top-k or layout */
+                          * 5 ranks updated with different top-k or layout; with enable_mask 1 says that the peer is masked,
+                          * 6 that the peer has masked this rank, 7 that a handle was not updated since ncclEpMaskClean */
   int rank;              /* this rank */
   int peer;              /* rank waited for, or -1 */
   unsigned int expected; /* generation or count expected; rows needed for code 4 */
@@ -579,6 +580,13 @@ ncclResult_t ncclEpEmuWindowRegister(ncclComm_t comm, void *buffer, size_t bytes
 /* ncclEpEmuWindowDeregister: releases a window of ncclEpEmuWindowRegister, not the memory under it.
  *   window  of this communicator */
 ncclResult_t ncclEpEmuWindowDeregister(ncclComm_t comm, ncclWindow_t window);
+/* ncclEpEmuRankStop: a rank that stops, dies, or goes on: for tests of what the others then do.
+ *   stopped  1: the fabric no longer waits for calls of this rank's host, so that timeouts of the others' kernels pass; 0: it does again,
+ *            and the rank's kernels go on
+ *   after    with `stopped`: after so many more steps of the fabric the rank's kernels stay where they are, as those of a killed
+ *            process do; ~0: they end what was queued
+ * Any thread. A rank must have gone on before its communicator is destroyed. */
+ncclResult_t ncclEpEmuRankStop(ncclComm_t comm, int stopped, unsigned long long after);
 /* ncclEpEmuGetReport: what the fabric's checkers saw: data races, missing fences, reads of memory nothing wrote, deadlocks.
  *   report  in and out: filled by its _INIT macro */
 ncclResult_t ncclEpEmuGetReport(ncclComm_t comm, ncclEpEmuReport_t *report);

@@ -9,6 +9,7 @@
 #include "hybrid_layout.h"
 #include "jit.h"
 #include "ll_layout.h"
+#include "mask_layout.h"
 
 static const struct {
   const char *header, *function, *entry, *args;
@@ -30,6 +31,7 @@ static const struct {
                                    "epHybridDispatchArgs", sizeof(epHybridDispatchArgs)},
     [EP_KERNEL_HYBRID_COMBINE] = {"hybrid_combine.h", "ep_hybrid_combine", "ep_hybrid_combine_kernel",
                                   "epHybridCombineArgs", sizeof(epHybridCombineArgs)},
+    [EP_KERNEL_MASK] = {"mask_meet.h", "ep_mask", "ep_mask_kernel", "epMaskArgs", sizeof(epMaskArgs)},
 };
 
 const char *epJitEntryName(int kernelId) {

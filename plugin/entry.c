@@ -1,6 +1,7 @@
 /* The functions of nccl_ep.h: struct headers are checked and copied to the current version here, then the host runtime
  * does the work. */
 #include "fail.h"
+#include "masks.h"
 #include "runtime.h"
 #include "structs.h"
 #include "tensor.h"
@@ -137,27 +138,19 @@ ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t 
   return r == ncclSuccess ? epHandleFind(call, handle) : r;
 }
 
-static ncclResult_t epNoMasks(const char *call, ncclEpGroup_t group) {
-  ncclResult_t r = epGroupFind(call, group);
-  return r == ncclSuccess ? epFail(ncclInvalidUsage, "%s: masks are not supported yet", call) : r;
-}
-
 ncclResult_t ncclEpMaskQuery(ncclEpGroup_t ep_group, int *mask_status, cudaStream_t stream) {
   EP_CALL();
-  (void)mask_status, (void)stream;
-  return epNoMasks("ncclEpMaskQuery", ep_group);
+  return epMaskQuery(ep_group, mask_status, stream);
 }
 
 ncclResult_t ncclEpMaskUpdate(ncclEpGroup_t ep_group, const int *mask, cudaStream_t stream) {
   EP_CALL();
-  (void)mask, (void)stream;
-  return epNoMasks("ncclEpMaskUpdate", ep_group);
+  return epMaskUpdate(ep_group, mask, stream);
 }
 
 ncclResult_t ncclEpMaskClean(ncclEpGroup_t ep_group, cudaStream_t stream) {
   EP_CALL();
-  (void)stream;
-  return epNoMasks("ncclEpMaskClean", ep_group);
+  return epMaskClean(ep_group, stream);
 }
 
 ncclResult_t ncclEpGetAsyncError(ncclEpGroup_t ep_group, int *error_out) {

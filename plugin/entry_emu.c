@@ -100,6 +100,11 @@ ncclResult_t ncclEpEmuWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
   FORWARD(windowDeregister(comm, window));
 }
 
+ncclResult_t ncclEpEmuRankStop(ncclComm_t comm, int stopped, unsigned long long after) {
+  EP_CALL();
+  FORWARD(rankStop(comm, stopped, after));
+}
+
 ncclResult_t ncclEpEmuGetReport(ncclComm_t comm, ncclEpEmuReport_t *report) {
   EP_CALL();
   ncclEpEmuReport_t out;

@@ -98,6 +98,7 @@ typedef struct epCase {
   int single; /* combine sums nothing on the way */
   uint32_t maxSms;
   uint64_t timeoutNs;
+  int masks;
 } epCase;
 
 /* One batch's routing on all ranks, with what it must give. */
@@ -106,6 +107,7 @@ typedef struct epRound {
   uint32_t tokens[EP_TEST_MAX_RANKS];
   int64_t *idx[EP_TEST_MAX_RANKS]; /* [T][topk] */
   epRef *ref, *flat;
+  int gone; /* rank whose rows are empty and whose sums are left out, plus one; 0: none */
 } epRound;
 
 /* Routing from a function; frees with epRoundFree. */

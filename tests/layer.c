@@ -121,6 +121,9 @@ static void *must(void *p) {
   return p;
 }
 
+/* A received row that is neither padding nor of the rank that is gone. */
+static int isThere(const epRound *round, const epRefRow *r) { return r->source >= 0 && r->source != round->gone - 1; }
+
 /* ---- Rounds
  * ----------------------------------------------------------------------------------------------------------- */
 
@@ -198,6 +201,7 @@ void epGroupConfigOf(const epCase *c, ncclEpGroupConfig_t *config) {
   config->max_num_sms = c->maxSms;
   config->zero_copy = c->zeroCopy;
   config->timeout_ns = c->timeoutNs;
+  config->enable_mask = c->masks != 0;
 }
 
 void epGroupMake(epTestRank *me, const epCase *c) {
@@ -517,8 +521,8 @@ static void checkScales(epTestRank *me, const epRun *run) {
   memset(all, FILL, run->outScales.bytes);
   for (uint64_t i = 0; i < want->rows; i++) {
     const epRefRow *r = &want->row[i];
-    memset(row, c->noZeroPad ? FILL : 0, bytes);
-    if (r->source >= 0) scaleRow(c, (uint32_t)r->source, (uint32_t)r->token, row);
+    memset(row, c->noZeroPad && r->source < 0 ? FILL : 0, bytes);
+    if (isThere(run->round, r)) scaleRow(c, (uint32_t)r->source, (uint32_t)r->token, row);
     for (uint32_t b = 0; b < bytes; b++) all[epRefScaleOffset((uint32_t)bytes, run->scaleStride, i, b)] = row[b];
   }
   for (size_t b = 0; b < run->outScales.bytes; b++)
@@ -538,8 +542,8 @@ static void checkRows(epTestRank *me, const epRun *run) {
   unsigned char *row = must(malloc(rowBytes));
   for (uint64_t i = 0; i < want->rows && got; i++) {
     const epRefRow *r = &want->row[i];
-    memset(row, c->noZeroPad ? FILL : 0, rowBytes);
-    if (r->source >= 0) tokenRow(c, c->type, (uint32_t)r->source, (uint32_t)r->token, 1.0f, row);
+    memset(row, c->noZeroPad && r->source < 0 ? FILL : 0, rowBytes);
+    if (isThere(run->round, r)) tokenRow(c, c->type, (uint32_t)r->source, (uint32_t)r->token, 1.0f, row);
     if (memcmp(got + i * rowBytes, row, rowBytes))
       EXPECT(me, 0, "dispatch: row %llu is not (rank %d, token %d, k %d)", (unsigned long long)i, r->source, r->token,
              r->k);
@@ -560,6 +564,7 @@ static void checkFlatExtras(epTestRank *me, const epRun *run, int global) {
   for (uint64_t i = 0; i < want->rows && idx && w; i++) {
     epRefIndexRow(run->round->ref, (uint32_t)me->rank, i, global, row);
     for (uint32_t k = 0; k < c->topk; k++) {
+      if (!isThere(run->round, &want->row[i])) row[k] = -1;
       float weight = row[k] < 0 ? 0.0f : weightOf((uint32_t)want->row[i].source, (uint32_t)want->row[i].token, k);
       EXPECT(me, idx[i * c->topk + k] == row[k], "dispatch: topk_idx[%llu][%u] is %lld instead of %lld",
              (unsigned long long)i, k, (long long)idx[i * c->topk + k], (long long)row[k]);
@@ -578,9 +583,9 @@ static void checkExpertMajorExtras(epTestRank *me, const epRun *run) {
   for (uint64_t i = 0; i < want->rows && w; i++) {
     const epRefRow *r = &want->row[i];
     float weight = 0;
-    if (r->source >= 0)
+    if (isThere(run->round, r))
       weight = weightOf((uint32_t)r->source, (uint32_t)r->token, (uint32_t)r->k);
-    else if (run->round->c->noZeroPad)
+    else if (r->source < 0 && run->round->c->noZeroPad)
       memset(&weight, FILL, sizeof(weight));
     EXPECT(me, w[i] == weight, "dispatch: topk_weights[%llu] is %g instead of %g", (unsigned long long)i, (double)w[i],
            (double)weight);
@@ -649,7 +654,7 @@ static float timesOf(const epRound *round, uint32_t rank, uint32_t token) {
   float n = 0;
   for (uint32_t k = 0; k < c->topk; k++) {
     int owner = epRefOwner(round->ref, rank, token, k);
-    if (owner < 0 || round->ref->slot[rank][(size_t)token * c->topk + k] < 0) continue;
+    if (owner < 0 || owner == round->gone - 1 || round->ref->slot[rank][(size_t)token * c->topk + k] < 0) continue;
     if (isFlat(c) && hit[owner]++) continue;
     n++;
   }
@@ -735,7 +740,7 @@ static void checkGradients(epTestRank *me, const epRun *run, const epTestTensor 
       size_t i = (size_t)t * c->topk + k;
       int64_t slot = run->round->ref->slot[me->rank][i];
       int owner = epRefOwner(run->round->ref, (uint32_t)me->rank, t, k);
-      float want = owner < 0 || slot < 0 ? 0.0f : gradientOf((uint32_t)owner, (uint64_t)slot, isFlat(c) ? k : 0);
+      float want = owner < 0 || slot < 0 || owner == run->round->gone - 1 ? 0.0f : gradientOf((uint32_t)owner, (uint64_t)slot, isFlat(c) ? k : 0);
       EXPECT(me, w[i] == want, "backward combine: weight (%u, %u) is %g instead of %g", t, k, (double)w[i],
              (double)want);
     }

@@ -444,11 +444,15 @@ static void configurationsAreChecked(void **state) {
   REFUSED(max_token_bytes, 65552, ncclInvalidArgument, "65536");
   REFUSED(max_recv_tokens_per_rank, 127, ncclInvalidArgument, "max_recv_tokens_per_rank is 127");
   REFUSED(num_topk, 33, ncclInvalidArgument, "num_topk is 33");
-  REFUSED(enable_mask, 1, ncclInvalidUsage, "enable_mask");
   REFUSED(zero_copy, (ncclEpZeroCopyMode_t)9, ncclInvalidArgument, "zero_copy is 9");
   REFUSED(overflow_policy, (ncclEpOverflowPolicy_t)3, ncclInvalidArgument, "overflow_policy is 3");
   REFUSED(alloc.alloc_fn, (ncclEpAllocFn_t)(uintptr_t)state, ncclInvalidArgument, "alloc");
 #undef REFUSED
+  c = groupConfig();
+  c.enable_mask = 1;
+  assert_int_equal(epGroupConfigCheck(&c, &t, &out, &shape), ncclSuccess);
+  c.zero_copy = NCCL_EP_ZERO_COPY_ON;
+  expectError(epGroupConfigCheck(&c, &t, &out, &shape), ncclInvalidUsage, "enable_mask");
   c = groupConfig();
   c.zero_copy = NCCL_EP_ZERO_COPY_ON;
   assert_int_equal(epGroupConfigCheck(&c, &t, &out, &shape), ncclSuccess);

@@ -1,5 +1,6 @@
 /* Low latency on the emulated fabric: what the layouts promise, what handles may do to each other, and what is refused.
  * Data is +-1 and weights are powers of two, experts are the identity, so that sums have closed forms. */
+#include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -9,7 +10,7 @@
 #include <cmocka.h>
 
 #include "bugs.h"
-#include "harness.h"
+#include "masks.h"
 
 #define SCHEDULES 6
 #define ROUNDS 4
@@ -25,6 +26,7 @@ typedef struct plan {
   ncclEpLayout_t layout;
   int borrow;               /* updates borrow topk_idx */
   int choice;               /* of experts: SPREAD with a few -1, ... */
+  int masks;                /* the group has them */
   uint32_t scaleBytes;      /* of a row's scales, forwarded */
   ncclDataType_t byteType;  /* dispatch's rows are called bytes of this type, 0: BF16 */
   ncclDataType_t scaleType; /* 0: uint8 */
@@ -193,9 +195,9 @@ static ncclResult_t combine(const plan *p, ncclEpHandle_t h, batch *b) {
   return ncclEpCombine(h, &in, &out, NULL, NULL);
 }
 
-static void check(epTestRank *me, const plan *p, uint32_t n, const batch *b, int combined) {
+static void checkRows(epTestRank *me, const plan *p, uint32_t n, const batch *b) {
   const epRefRank *want = &p->ref[n]->rank[me->rank];
-  const uint16_t *out = b->out.t.data, *y = b->y.t.data;
+  const uint16_t *out = b->out.t.data;
   uint32_t me32 = (uint32_t)me->rank;
   int bad = 0, rankMajor = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR;
   for (uint64_t i = 0; i < want->rows; i++) {
@@ -225,8 +227,13 @@ static void check(epTestRank *me, const plan *p, uint32_t n, const batch *b, int
     EXPECT(me, ((const int64_t *)b->sources.t.data)[s] == (int64_t)want->perSource[s],
            "round %u: src_rank_counters[%u]", n, s);
   EXPECT(me, *(const int32_t *)b->total.t.data == (int32_t)want->total, "round %u: recv_total_counter", n);
-  bad = 0;
-  for (uint32_t t = 0; combined && t < p->tokens[n][me->rank]; t++) {
+}
+
+static void checkSums(epTestRank *me, const plan *p, uint32_t n, const batch *b) {
+  const uint16_t *y = b->y.t.data;
+  uint32_t me32 = (uint32_t)me->rank;
+  int bad = 0, rankMajor = p->layout == NCCL_EP_LAYOUT_RANK_MAJOR;
+  for (uint32_t t = 0; t < p->tokens[n][me->rank]; t++) {
     float sum = 0;
     for (uint32_t k = 0; k < p->topk; k++) {
       int owner = epRefOwner(p->ref[n], me32, t, k), again = 0;
@@ -243,6 +250,11 @@ static void check(epTestRank *me, const plan *p, uint32_t n, const batch *b, int
   EXPECT(me, !bad, "round %u: %d wrong values of combine", n, bad);
 }
 
+static void check(epTestRank *me, const plan *p, uint32_t n, const batch *b, int combined) {
+  checkRows(me, p, n, b);
+  if (combined) checkSums(me, p, n, b);
+}
+
 static void groupMake(epTestRank *me, const plan *p, uint64_t timeoutNs) {
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
   config.algorithm = NCCL_EP_ALGO_LOW_LATENCY;
@@ -251,6 +263,7 @@ static void groupMake(epTestRank *me, const plan *p, uint64_t timeoutNs) {
   config.max_token_bytes = 2 * p->hidden + (p->scaleBytes + 15) / 16 * 16;
   config.num_topk = p->topk;
   config.timeout_ns = timeoutNs;
+  config.enable_mask = p->masks != 0;
   EXPECT_OK(me, ncclEpCreateGroup(&me->group, me->comm, &config));
 }
 
@@ -675,6 +688,204 @@ static void away(void **state) {
   }
 }
 
+/* ---- Masks: round 0 is of all, in round 1 a rank stops, round 2 is without it, round 3 of all again ---------------------- */
+
+typedef struct stop {
+  plan whole, without; /* the same decisions; `without` knows what they come to without the rank */
+  int phase;           /* it stops before: 0 dispatch, 1 combine; 2: it is killed in the middle of both */
+  pthread_barrier_t meet;
+} stop;
+
+static void withoutMake(plan *p) {
+  for (uint32_t n = 0; n < p->rounds; n++) {
+    for (uint32_t r = 0; r < p->ranks; r++)
+      for (uint32_t i = 0; i < p->tokens[n][r] * p->topk; i++)
+        if (p->idx[n][r][i] / (p->experts / p->ranks) == GONE) p->idx[n][r][i] = -1;
+    p->tokens[n][GONE] = 0;
+    epRefRouting in = {p->ranks,
+                       p->experts,
+                       p->topk,
+                       p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? EP_REF_RANK_MAJOR : EP_REF_EXPERT_MAJOR_3D,
+                       0,
+                       0,
+                       p->tokens[n],
+                       (const int64_t *const *)p->idx[n],
+                       p->maxTokens};
+    epRefDestroy(p->ref[n]);
+    assert_int_equal(epRefCreate(&in, &p->ref[n]), 0);
+  }
+}
+
+/* A round of all, compared with `p`. */
+static void layerLl(epTestRank *me, const stop *s, const plan *p, uint32_t n, ncclEpHandle_t h) {
+  batch b;
+  batchMake(me, &s->whole, n, &b);
+  EXPECT_OK(me, update(p, h, &b));
+  EXPECT_OK(me, dispatch(p, h, &b));
+  EXPECT_OK(me, combine(p, h, &b));
+  sync(me);
+  check(me, p, n, &b, 1);
+  batchFree(me, &b);
+}
+
+static void surviveLl(epTestRank *me, stop *s, ncclEpHandle_t h, batch *b) {
+  unsigned long long from = clockOf(me);
+  if (s->phase != 1) {
+    EXPECT_OK(me, update(&s->whole, h, b));
+    EXPECT_OK(me, dispatch(&s->whole, h, b));
+  }
+  EXPECT_OK(me, combine(&s->whole, h, b));
+  sync(me);
+  if (s->phase == 2) { /* what had come when it died is the schedule's affair */
+    EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
+    EXPECT_OK(me, ncclEpMaskUpdate(me->group, (int[]){1, 0, 1}, NULL));
+    EXPECT_OK(me, ncclEpErrorClear(me->group));
+  } else {
+    expectOneTimeout(me, from);
+    checkRows(me, s->phase ? &s->whole : &s->without, 1, b);
+    checkSums(me, &s->without, 1, b);
+    expectNamed(me);
+  }
+  expectMask(me, "after the wait", GONE);
+  from = clockOf(me);
+  layerLl(me, s, &s->without, 2, h);
+  expectQuick(me, from);
+  epExpectNoAsyncError(me);
+}
+
+static void stopBody(epTestRank *me) {
+  stop *s = me->arg;
+  ncclEpHandle_t h = NULL;
+  batch b;
+  groupMake(me, &s->whole, TIMEOUT_NS);
+  if (!me->group) return;
+  handleMake(me, &s->whole, &h);
+  layerLl(me, s, &s->whole, 0, h);
+  batchMake(me, &s->whole, 1, &b);
+  if (s->phase == 1) {
+    EXPECT_OK(me, update(&s->whole, h, &b));
+    EXPECT_OK(me, dispatch(&s->whole, h, &b));
+    sync(me);
+  }
+  if (me->rank == GONE && s->phase == 2) {
+    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, me->world->seed * 7919 % 12000));
+    EXPECT_OK(me, update(&s->whole, h, &b));
+    EXPECT_OK(me, dispatch(&s->whole, h, &b));
+    EXPECT_OK(me, combine(&s->whole, h, &b));
+  } else if (me->rank == GONE) {
+    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
+  }
+  pthread_barrier_wait(&s->meet);
+  if (me->rank != GONE) surviveLl(me, s, h, &b);
+  pthread_barrier_wait(&s->meet);
+  if (me->rank == GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  pthread_barrier_wait(&s->meet);
+  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
+  expectMask(me, "after the re-admission", -1);
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+  layerLl(me, s, &s->whole, 3, h);
+  layerLl(me, s, &s->whole, 0, h);
+  epExpectNoAsyncError(me);
+  sync(me);
+  batchFree(me, &b);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  epGroupFree(me);
+}
+
+static void ranksThatStop(void **state) {
+  (void)state;
+  for (size_t l = 0; l < LENGTH(layouts); l++)
+    for (int phase = 0; phase < 3; phase++) {
+      stop s = {.phase = phase};
+      small(&s.whole, layouts[l], ROUNDS);
+      small(&s.without, layouts[l], ROUNDS);
+      s.whole.masks = s.without.masks = 1;
+      withoutMake(&s.without);
+      for (unsigned seed = 0; seed < (phase == 2 ? 12 : 4); seed++) {
+        s.whole.borrow = s.without.borrow = (int)seed % 2;
+        epTestWorld world = {.ranks = (int)s.whole.ranks, .seed = 500 + seed, .arg = &s};
+        assert_int_equal(pthread_barrier_init(&s.meet, NULL, s.whole.ranks), 0);
+        epWorldRun(&world, stopBody);
+        pthread_barrier_destroy(&s.meet);
+      }
+      planFree(&s.whole);
+      planFree(&s.without);
+    }
+}
+
+/* ---- Both algorithms by turns: two groups, three handles ------------------------------------------------------------- */
+
+typedef struct both {
+  plan ll;
+  epRound flat, major;
+} both;
+
+static void bothBody(epTestRank *me) {
+  both *s = me->arg;
+  ncclEpGroup_t ll, ht;
+  ncclEpHandle_t h = NULL;
+  epRun flat = {.salt = (unsigned)me->world->seed}, major = {.salt = (unsigned)me->world->seed + 1};
+  batch b[ROUNDS];
+  flat.borrow = (int)me->world->seed & 1;
+  groupMake(me, &s->ll, 0);
+  ll = me->group;
+  epGroupMake(me, s->flat.c);
+  ht = me->group;
+  if (!ll || !ht) return;
+  me->group = ll;
+  handleMake(me, &s->ll, &h);
+  me->group = ht;
+  for (uint32_t n = 0; n < s->ll.rounds; n++) {
+    batchMake(me, &s->ll, n, &b[n]);
+    EXPECT_OK(me, update(&s->ll, h, &b[n]));
+    epRunUpdate(me, n & 1 ? &major : &flat, n & 1 ? &s->major : &s->flat);
+    EXPECT_OK(me, dispatch(&s->ll, h, &b[n]));
+    if (n) epRunDispatch(me, n & 1 ? &flat : &major);
+    EXPECT_OK(me, combine(&s->ll, h, &b[n]));
+    epRunDispatch(me, n & 1 ? &major : &flat);
+    if (n) epRunCombine(me, n & 1 ? &flat : &major);
+    epRunCombine(me, n & 1 ? &major : &flat);
+  }
+  sync(me);
+  for (uint32_t n = 0; n < s->ll.rounds; n++) check(me, &s->ll, n, &b[n], 1), batchFree(me, &b[n]);
+  epExpectNoAsyncError(me);
+  epRunFree(me, &flat);
+  epRunFree(me, &major);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  EXPECT_OK(me, ncclEpGroupDestroy(ll));
+  epGroupFree(me);
+}
+
+/* EP_TEST_SCHEDULES: how many, for longer runs. */
+static void algorithmsTakeTurns(void **state) {
+  (void)state;
+  const char *wanted = getenv("EP_TEST_SCHEDULES");
+  unsigned schedules = wanted ? (unsigned)atoi(wanted) : 4;
+  for (int masks = 0; masks < 2; masks++) {
+    both s;
+    uint64_t seed = 9;
+    uint32_t tokens[] = {3, 0, 4, 1, 4, 2, 4, 3};
+    epCase c = {.ranks = 8,         .experts = 16,         .topk = 3, .hidden = 64, .maxTokens = 4, .layout = NCCL_EP_LAYOUT_FLAT,
+                .type = ncclBfloat16, .masks = masks};
+    epCase m = c;
+    m.layout = NCCL_EP_LAYOUT_EXPERT_MAJOR, m.align = 4;
+    s.ll = (plan){.ranks = 8, .experts = 16, .topk = 3, .hidden = 72, .maxTokens = 4, .rounds = 2, .masks = masks,
+                  .layout = layouts[masks]};
+    for (uint32_t n = 0; n < s.ll.rounds; n++)
+      for (uint32_t r = 0; r < 8; r++) s.ll.tokens[n][r] = tokens[(r + n) % 8];
+    planMake(&s.ll);
+    epRoundMake(&s.flat, &c, tokens, epPickRandom, &seed);
+    epRoundMake(&s.major, &m, tokens, epPickRandom, &seed);
+    for (unsigned i = 0; i < schedules; i++) {
+      epTestWorld world = {.ranks = 8, .sms = i % 3 == 1 ? 3 : 0, .seed = 60 + i, .arg = &s};
+      epWorldRun(&world, bothBody);
+    }
+    epRoundFree(&s.flat);
+    epRoundFree(&s.major);
+    planFree(&s.ll);
+  }
+}
+
 /* Rounds of one group in a row, nothing looked at in between. */
 static void plantedBody(epTestRank *me) {
   plan *p = me->arg;
@@ -745,6 +956,7 @@ int main(void) {
       cmocka_unit_test(streamed),    cmocka_unit_test(scales), cmocka_unit_test(casesFromTheField),
       cmocka_unit_test(interleaved), cmocka_unit_test(moved),  cmocka_unit_test(reports),
       cmocka_unit_test(refused),     cmocka_unit_test(away),   cmocka_unit_test(planted),
+      cmocka_unit_test(ranksThatStop), cmocka_unit_test(algorithmsTakeTurns),
   };
   return cmocka_run_group_tests_name("low latency", tests, NULL, NULL);
 }

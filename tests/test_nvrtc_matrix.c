@@ -34,6 +34,7 @@ typedef struct {
 #define MAJOR EP_LAYOUT_KIND_EXPERT_MAJOR
 #define SINGLE (1u << 9) /* beside a layout: combine without partial sums */
 #define PROFILED (1u << 10) /* beside a layout: the group is profiled */
+#define MASKS (1u << 11) /* beside a layout */
 #define RANKS EP_LAYOUT_KIND_RANK_MAJOR
 #define PLACES EP_LAYOUT_KIND_EXPERT_MAJOR_3D
 static const matrixCase cases[] = {
@@ -67,9 +68,14 @@ static const matrixCase cases[] = {
     {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, RANKS, 0, 0, 0},
     {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, PLACES, 0, 0, 0},
     {EP_KERNEL_LL_COMBINE, 72, 576, 32, 28672, EP_DTYPE_F32, PLACES | PROFILED, 0, 0, 0},
+    {EP_KERNEL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, MAJOR | MASKS, 1, 8, 0},
+    {EP_KERNEL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, FLAT | MASKS, 1, 0, 0},
+    {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, PLACES | MASKS, 0, 0, 0},
+    {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, PLACES | MASKS, 0, 0, 0},
+    {EP_KERNEL_MASK, 1024, 2048, 0, 0, 0, MASKS, 0, 0, 0},
 };
 enum { CASES = sizeof(cases) / sizeof(cases[0]) };
-_Static_assert(ARCHS *CASES <= 120, "the matrix is meant to stay small");
+_Static_assert(ARCHS *CASES <= 150, "the matrix is meant to stay small");
 
 typedef struct {
   ncclResult_t result;
@@ -95,8 +101,10 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   config->topk = c->topk;
   config->rowBytes = c->rowBytes;
   config->dtype = c->dtype;
-  config->layout = c->layout & ~(DIRECT | SINGLE | PROFILED);
+  config->layout = c->layout & ~(DIRECT | SINGLE | PROFILED | MASKS);
   config->profile = (c->layout & PROFILED) != 0;
+  config->mask = (c->layout & MASKS) != 0;
+  config->threads = 1024; /* of the mask kernel; the policy sets the others' */
   config->direct = (c->layout & DIRECT) != 0;
   config->single = (c->layout & SINGLE) != 0;
   config->weights = c->weights;
@@ -106,7 +114,8 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
     config->bias = c->extra;
   else
     config->scaleBytes = c->extra;
-  r = c->kernel >= EP_KERNEL_LL_UPDATE
+  r = c->kernel == EP_KERNEL_MASK ? ncclSuccess
+      : c->kernel >= EP_KERNEL_LL_UPDATE
           ? epPolicyLl("matrix", &target, epPolicySms(&target, 0), c->kernel, 128, config, &grid)
       : c->kernel == EP_KERNEL_UPDATE
           ? epPolicyUpdate(&target, epPolicySms(&target, 0), 4096, 4096, config, &grid)

@@ -29,6 +29,7 @@ enum {
   OPT_NO_ZERO_PAD,
   OPT_WINDOW_OUT,
   OPT_SINGLE,
+  OPT_MASKS,
   OPT_TOKENS,
   OPT_HIDDEN,
   OPT_TOPK,
@@ -89,6 +90,7 @@ static const struct argp_option optionTable[] = {
      "dispatch's output tokens lie in a registered window, where peers may store rows in place", 0},
     {"single-reduction", OPT_SINGLE, 0, 0,
      "combine sums nothing on the way: every slot travels (see ncclEpCreateGroupExt)", 0},
+    {"masks", OPT_MASKS, 0, 0, "the group can leave out ranks that do not answer (enable_mask)", 0},
     {"tokens", OPT_TOKENS, "LIST", 0,
      "tokens a rank: one value, or one per rank separated by commas; LOW-HIGH draws anew for each routing (default: "
      "4096; "
@@ -260,6 +262,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     break;
   case OPT_SINGLE:
     o->single = 1;
+    break;
+  case OPT_MASKS:
+    o->masks = 1;
     break;
   case OPT_TOKENS:
     o->tokensText = text;
@@ -472,11 +477,12 @@ static int checkModel(epBenchOptions *o) {
   if (o->modelPath && o->fabric.kind == EP_FABRIC_CUDA)
     return epToolFail("--model %s: nothing runs on GPUs: expected --backend emu", o->modelPath);
   if (o->modelPath && (o->check || o->backward || o->schedules != 1 || o->bugText || o->compare || o->curveCount ||
-                       o->plotPath || o->limits || o->parts || o->graph || o->hostTime || o->windowOut || o->single))
+                       o->plotPath || o->limits || o->parts || o->graph || o->hostTime || o->windowOut || o->single ||
+                       o->masks))
     return epToolFail(
         "--model %s: nothing is run: expected none of --check, --backward, --schedules, --bug, "
-        "--compare, --sm-curve, --plot, --limits, --profile-parts, --graph, --host-time, --window-out and "
-        "--single-reduction",
+        "--compare, --sm-curve, --plot, --limits, --profile-parts, --graph, --host-time, --window-out, "
+        "--single-reduction and --masks",
         o->modelPath);
   if (o->modelPath && (o->algo == 1 || o->layout > EP_REF_EXPERT_MAJOR))
     return epToolFail("--model %s: high throughput only: expected --layout flat or expert-major", o->modelPath);

@@ -32,6 +32,7 @@ static void configureLayer(epBench *bench) {
                        .noZeroPad = o->noZeroPad,
                        .windowOut = o->windowOut,
                        .single = o->single,
+                       .masks = o->masks,
                        .layout = o->layout,
                        .hidden = o->hidden,
                        .experts = o->experts,

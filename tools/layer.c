@@ -154,6 +154,7 @@ static int createGroup(epLayer *layer) {
   config.max_num_sms = c->sms;
   config.timeout_ns = c->timeoutMs * 1000000ull;
   config.num_topk = c->topk;
+  config.enable_mask = c->masks;
   ext.single_reduction = c->single;
   return told(layer, ncclEpCreateGroupExt(&layer->group, layer->port->comm, &config, &ext), "ncclEpCreateGroupExt");
 }

@@ -31,6 +31,7 @@ typedef struct epLayerConfig {
   int graph;         /* epLayerRun replays graphs */
   int windowOut;     /* dispatch's output tokens are window-backed */
   int single;        /* combine sums nothing on the way (single_reduction) */
+  unsigned masks;    /* the group has them (enable_mask) */
   unsigned routings; /* index buffers */
   unsigned sms, timeoutMs;
 } epLayerConfig;

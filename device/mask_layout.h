@@ -1,0 +1,89 @@
+/* What groups with enable_mask have besides: words behind the sections of the window and behind the group's scratch. They lie
+ * behind everything else so that groups without masks have neither them nor other arguments.
+ *
+ * Window of a rank, from epWindowLayout.bytes on (peers store into it)
+ *
+ *   beats   u32 [R]     changes while peer r waits in an operation: a sign that it lives
+ *   told    u32 [R]     epoch in which peer r masked this rank, plus one
+ *   acks    u32 [R]     number of this rank's meeting that peer r has answered
+ *   views   u64 [R]     (number of this rank's meeting << 32 | what peer r made of it, see mask_meet.h)
+ *   calls   u64 [R][4]  peer r's meeting: (its number << 32 | kind), (| epoch), (| updateGen), (| stageGen)
+ *
+ * Scratch, from epScratchLayout.bytes on
+ *
+ *   state   epMaskState
+ *   masked  u32 [R]     1: rank r is masked
+ *   left    u32 [R]     low latency: the same, as it was when the running operation began
+ *   lost    u32 [R]     low latency: generation of the last operation in which rows of r did not come
+ *   counts  u32 [R][L + 1] low latency: of the running dispatch, as in the window, of the sources that take part
+ */
+#ifndef EP_DEVICE_MASK_LAYOUT_H_
+#define EP_DEVICE_MASK_LAYOUT_H_
+
+#include "abi.h"
+
+#define EP_MEET_WORDS 4u
+
+typedef struct epMaskState {
+  uint32_t epoch;     /* re-admissions that this rank has been part of, or higher where a peer's was */
+  uint32_t meetings;  /* of this rank */
+  uint32_t beatSlice; /* slice of time of the last sign of life */
+  uint32_t noting;    /* taken by the thread that writes the error record */
+  uint32_t verdict;   /* last update or operation whose sources have been settled */
+  uint32_t finished;  /* low latency: blocks of the running operation that have ended */
+  uint32_t pad[2];
+} epMaskState;
+
+typedef struct epMaskWindow {
+  uint64_t beats, told, acks, views, calls, bytes; /* from the start of the window */
+} epMaskWindow;
+
+typedef struct epMaskScratch {
+  uint64_t state, masked, left, lost, counts, bytes; /* from the start of the scratch */
+} epMaskScratch;
+
+EP_HD epMaskWindow epMaskWindowOf(uint64_t from, uint32_t ranks) {
+  epMaskWindow w;
+  uint64_t at = epAlignUp(from, EP_SECTION_ALIGN);
+  w.beats = epTake(&at, 4ull * ranks);
+  w.told = epTake(&at, 4ull * ranks);
+  w.acks = epTake(&at, 4ull * ranks);
+  w.views = epTake(&at, 8ull * ranks);
+  w.calls = epTake(&at, 8ull * EP_MEET_WORDS * ranks);
+  w.bytes = at;
+  return w;
+}
+
+EP_HD epMaskScratch epMaskScratchOf(uint64_t from, uint32_t ranks, uint32_t experts) {
+  epMaskScratch s;
+  uint64_t at = epAlignUp(from, EP_SECTION_ALIGN);
+  s.state = epTake(&at, sizeof(epMaskState));
+  s.masked = epTake(&at, 4ull * ranks);
+  s.left = epTake(&at, 4ull * ranks);
+  s.lost = epTake(&at, 4ull * ranks);
+  s.counts = epTake(&at, 4ull * (ranks + experts));
+  s.bytes = at;
+  return s;
+}
+
+enum { EP_MASK_QUERY = 0, EP_MASK_SET, EP_MASK_CLEAN, EP_MASK_LEAVE }; /* what a launch of the mask kernel does */
+
+/* What a re-admission came to, in host-visible memory. */
+typedef struct epMaskResult {
+  uint32_t epoch, updateGen;
+} epMaskResult;
+
+typedef struct epMaskArgs {
+  epGroupArgs group;
+  uint32_t op;                       /* EP_MASK_* */
+  uint32_t lowLatency;               /* clean: the window has no credits but units, to be cleared: */
+  uint64_t units, halfBytes;         /* where the two halves of the stage begin, bytes of one */
+  int32_t *out;                      /* query: [R] */
+  epMaskResult *result;              /* clean */
+  uint32_t keep[EP_MAX_RANKS / 32];  /* set: a bit for each rank that is not masked */
+} epMaskArgs;
+
+/* Shared memory: the verdict word, what came of each rank, and what its call said. */
+EP_HD uint32_t epMaskSmem(uint32_t ranks) { return EP_VERDICT_BYTES + 16 * ranks; }
+
+#endif

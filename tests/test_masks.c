@@ -1,0 +1,367 @@
+/* Ranks that stop, die and come back, in groups with masks: the others return in about a timeout, leave them out and name them;
+ * their next calls are not slow; a re-admission restores exact results. */
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "masks.h"
+
+typedef enum { STOPPED, BY_HAND } how;
+
+typedef struct plan {
+  const epRound *whole;  /* all ranks */
+  const epRound *holes;  /* routed by all, moved without the one that is gone */
+  const epRound *masked; /* without it from the update on */
+  int phase;             /* it stops before: 0 update, 1 dispatch, 2 combine */
+  how how;
+  int back; /* it is re-admitted */
+  pthread_barrier_t meet;
+} plan;
+
+/* A layer; with BY_HAND the caller masks the rank itself. */
+static void layer(epTestRank *me, epRun *run, const epRound *round) {
+  epRunUpdate(me, run, round);
+  epRunDispatch(me, run);
+  epRunCombine(me, run);
+}
+
+/* What the others see. */
+static void survive(epTestRank *me, epRun *run, plan *p) {
+  unsigned long long from = clockOf(me);
+  int mask[EP_TEST_MAX_RANKS];
+  for (int r = 0; r < me->ranks; r++) mask[r] = r != GONE;
+  if (p->how == BY_HAND) EXPECT_OK(me, ncclEpMaskUpdate(me->group, mask, NULL));
+  if (p->phase == 0) {
+    epRunUpdate(me, run, p->masked);
+  } else {
+    run->round = p->holes; /* the record is of all */
+  }
+  if (p->phase < 2) epRunDispatch(me, run);
+  epRunCombine(me, run);
+  if (p->how == BY_HAND)
+    expectQuick(me, from);
+  else
+    expectOneTimeout(me, from);
+  expectMask(me, "after the wait", GONE);
+  if (p->how != BY_HAND) expectNamed(me);
+  from = clockOf(me);
+  layer(me, run, p->masked);
+  epRunBackward(me, run);
+  run->borrow = !run->borrow;
+  layer(me, run, p->masked);
+  expectQuick(me, from);
+  epExpectNoAsyncError(me);
+}
+
+static void stopBody(epTestRank *me) {
+  plan *p = me->arg;
+  epRun run = {0};
+  run.salt = (unsigned)me->world->seed;
+  run.borrow = (int)me->world->seed & 1;
+  epGroupMake(me, p->whole->c);
+  if (!me->group) return;
+  layer(me, &run, p->whole);
+  expectMask(me, "at first", -1);
+  if (p->phase) epRunUpdate(me, &run, p->whole);
+  if (p->phase && run.borrow) epRunDispatch(me, &run); /* makes the record */
+  if (p->phase == 2) epRunDispatch(me, &run);
+  if (me->rank == GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
+  pthread_barrier_wait(&p->meet);
+  if (me->rank != GONE) survive(me, &run, p);
+  pthread_barrier_wait(&p->meet);
+  if (me->rank == GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  pthread_barrier_wait(&p->meet);
+  if (p->back) {
+    EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
+    expectMask(me, "after the re-admission", -1);
+    EXPECT_OK(me, ncclEpErrorClear(me->group));
+    for (int i = 0; i < 2; i++) {
+      layer(me, &run, p->whole);
+      epRunBackward(me, &run);
+      run.borrow = !run.borrow;
+    }
+    epExpectNoAsyncError(me);
+    epRunFree(me, &run);
+    epGroupFree(me);
+    return;
+  }
+  epRunFree(me, &run);
+  if (me->rank != GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER)); /* nobody comes for it any more */
+  pthread_barrier_wait(&p->meet);
+  if (me->rank == GONE) epGroupFree(me);
+  pthread_barrier_wait(&p->meet);
+  if (me->rank == GONE) return;
+  EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  epGroupFree(me);
+}
+
+/* The same decisions, with those for the rank that is gone left out, and its own. */
+typedef struct source {
+  uint64_t seed;
+  int gone;
+} source;
+
+static int64_t pick(const epCase *c, uint32_t rank, uint32_t token, uint32_t k, void *arg) {
+  source *s = arg;
+  int64_t e = epPickRandom(c, rank, token, k, &s->seed);
+  return e >= 0 && (int)(e / (c->experts / c->ranks)) == s->gone ? -1 : e;
+}
+
+static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_FLAT, NCCL_EP_LAYOUT_EXPERT_MAJOR};
+
+static epCase caseOf(uint32_t ranks, ncclEpLayout_t layout) {
+  return (epCase){.ranks = ranks,
+                  .experts = 4 * ranks,
+                  .topk = 3,
+                  .hidden = 64,
+                  .maxTokens = 9,
+                  .layout = layout,
+                  .align = layout == NCCL_EP_LAYOUT_EXPERT_MAJOR ? 4 : 0,
+                  .type = ncclBfloat16,
+                  .timeoutNs = TIMEOUT_NS,
+                  .masks = 1};
+}
+
+/* Every rank's own decisions stay what they are: what is compared with knows of the hole. */
+typedef struct rounds {
+  epRound whole, holes, masked, without;
+} rounds;
+
+static void roundsMake(rounds *r, const epCase *c) {
+  uint32_t tokens[EP_TEST_MAX_RANKS];
+  source all = {77, -1}, some = {77, GONE};
+  for (uint32_t i = 0; i < c->ranks; i++) tokens[i] = 9 - i % 3;
+  epRoundMake(&r->whole, c, tokens, pick, &all);
+  tokens[GONE] = 0;
+  epRoundMake(&r->without, c, tokens, pick, &some);
+  r->holes = r->masked = r->whole;
+  r->holes.gone = GONE + 1;
+  r->masked.ref = r->without.ref, r->masked.flat = r->without.flat;
+}
+
+static void roundsFree(rounds *r) {
+  epRoundFree(&r->whole);
+  epRoundFree(&r->without);
+}
+
+static void stopRanks(uint32_t ranks, how way, unsigned schedules) {
+  for (size_t l = 0; l < 2; l++) {
+    epCase c = caseOf(ranks, layouts[l]);
+    rounds r;
+    roundsMake(&r, &c);
+    for (unsigned s = 0; s < schedules; s++)
+      for (int phase = 0; phase < 3; phase++) {
+        plan p = {&r.whole, &r.holes, &r.masked, phase, way, (int)(s + (unsigned)phase) % 2, {{0}}};
+        epTestWorld world = {.ranks = (int)ranks, .sms = s % 3 == 1 ? 3 : 0, .seed = 300 + s, .arg = &p};
+        assert_int_equal(pthread_barrier_init(&p.meet, NULL, ranks), 0);
+        epWorldRun(&world, stopBody);
+        pthread_barrier_destroy(&p.meet);
+      }
+    roundsFree(&r);
+  }
+}
+
+static void aRankThatStopsIsLeftOut(void **state) {
+  (void)state;
+  stopRanks(3, STOPPED, 4);
+}
+
+static void aRankMaskedByHandIsLeftOut(void **state) {
+  (void)state;
+  stopRanks(3, BY_HAND, 2);
+}
+
+/* ---- What comes of a rank that dies in the middle, or of masks that differ, depends on the schedule: layers whose results are looked at
+ * only as far as they are promised. ------------------------------------------------------------------------------------ */
+
+typedef struct rough {
+  epTestTensor topk, x, w, out, outW, outIdx, y;
+  ncclEpHandle_t handle;
+} rough;
+
+static void roughMake(epTestRank *me, rough *r, const epRound *round) {
+  const epCase *c = round->c;
+  uint32_t tokens = round->tokens[me->rank], rows = c->ranks * c->maxTokens * c->topk + 64;
+  int flat = c->layout == NCCL_EP_LAYOUT_FLAT;
+  uint16_t *x = calloc((size_t)tokens * c->hidden + 1, 2);
+  float *w = calloc((size_t)tokens * c->topk + 1, sizeof(float));
+  ncclEpHandleConfig_t config = NCCL_EP_HANDLE_CONFIG_INIT;
+  config.dispatch_output_per_expert_alignment = flat ? 0 : c->align;
+  epTensorMake(me, &r->topk, ncclInt64, 2, tokens, c->topk, "topk_idx");
+  epTensorMake(me, &r->x, ncclBfloat16, 2, tokens, c->hidden, "tokens");
+  epTensorMake(me, &r->w, ncclFloat32, 2, tokens, c->topk, "weights");
+  epTensorMake(me, &r->out, ncclBfloat16, 2, rows, c->hidden, "out");
+  epTensorMake(me, &r->outW, ncclFloat32, flat ? 2 : 1, rows, c->topk, "out weights");
+  epTensorMake(me, &r->outIdx, ncclInt64, 2, rows, c->topk, "out idx");
+  epTensorMake(me, &r->y, ncclBfloat16, 2, tokens, c->hidden, "y");
+  for (size_t i = 0; x && i < (size_t)tokens * c->hidden; i++) x[i] = 0x3f80;
+  for (size_t i = 0; w && i < (size_t)tokens * c->topk; i++) w[i] = 1;
+  epTensorFill(me, &r->topk, round->idx[me->rank]);
+  epTensorFill(me, &r->x, x);
+  epTensorFill(me, &r->w, w);
+  free(x), free(w);
+  EXPECT_OK(me, ncclEpInitHandle(&r->handle, me->group, c->layout, &config, (int)c->topk, NULL));
+}
+
+static void roughQueue(epTestRank *me, rough *r, int flat) {
+  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+  ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  ncclEpCombineInputs_t back = NCCL_EP_COMBINE_INPUTS_INIT;
+  ncclEpCombineOutputs_t sums = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  in.tokens = &r->x.t, in.topk_weights = &r->w.t, out.tokens = &r->out.t, out.topk_weights = &r->outW.t;
+  if (flat) out.topk_idx = &r->outIdx.t;
+  back.tokens = &r->out.t, sums.tokens = &r->y.t;
+  EXPECT_OK(me, ncclEpUpdateHandle(r->handle, &r->topk.t, NULL, NULL));
+  EXPECT_OK(me, ncclEpDispatch(r->handle, &in, &out, NULL, NULL, NULL));
+  EXPECT_OK(me, ncclEpCombine(r->handle, &back, &sums, NULL, NULL));
+}
+
+/* Rows and sums have every rank's part in whole or not at all: elements of a row are the same number. */
+static void roughCheck(epTestRank *me, const rough *r, const epCase *c, uint32_t tokens) {
+  const uint16_t *y = r->y.t.data;
+  for (uint32_t t = 0; t < tokens; t++)
+    for (uint32_t h = 1; h < c->hidden; h++)
+      if (y[t * c->hidden + h] != y[t * c->hidden]) {
+        EXPECT(me, 0, "token %u: element %u is %x, the first one %x", t, h, y[t * c->hidden + h], y[t * c->hidden]);
+        return;
+      }
+}
+
+static void roughFree(epTestRank *me, rough *r) {
+  epTestTensor *all[] = {&r->topk, &r->x, &r->w, &r->out, &r->outW, &r->outIdx, &r->y};
+  EXPECT_OK(me, ncclEpHandleDestroy(r->handle));
+  for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
+    epTensorCheckGuards(me, all[i], "a tensor");
+    epTensorFree(me, all[i]);
+  }
+}
+
+static void restored(epTestRank *me, epRun *run, const epRound *round) {
+  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
+  expectMask(me, "after the re-admission", -1);
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+  for (int i = 0; i < 2; i++) {
+    layer(me, run, round);
+    epRunBackward(me, run);
+    run->borrow = !run->borrow;
+  }
+  epExpectNoAsyncError(me);
+}
+
+static void killedBody(epTestRank *me) {
+  plan *p = me->arg;
+  const epCase *c = p->whole->c;
+  epRun run = {.salt = (unsigned)me->world->seed};
+  rough r = {0};
+  int flat = c->layout == NCCL_EP_LAYOUT_FLAT;
+  epGroupMake(me, c);
+  if (!me->group) return;
+  layer(me, &run, p->whole);
+  roughMake(me, &r, p->whole);
+  if (me->rank == GONE) {
+    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, me->world->seed * 7919 % 25000));
+    roughQueue(me, &r, flat);
+  }
+  pthread_barrier_wait(&p->meet);
+  if (me->rank != GONE) {
+    unsigned long long from = clockOf(me);
+    roughQueue(me, &r, flat);
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
+    roughCheck(me, &r, c, p->whole->tokens[me->rank]);
+    EXPECT_OK(me, ncclEpMaskUpdate(me->group, (int[]){1, 0, 1}, NULL)); /* it may have died with its work done */
+    EXPECT_OK(me, ncclEpErrorClear(me->group));
+    from = clockOf(me);
+    layer(me, &run, p->masked);
+    expectQuick(me, from);
+    epExpectNoAsyncError(me);
+  }
+  pthread_barrier_wait(&p->meet);
+  if (me->rank == GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  pthread_barrier_wait(&p->meet);
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  restored(me, &run, p->whole);
+  roughFree(me, &r);
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void aRankThatIsKilledIsLeftOut(void **state) {
+  (void)state;
+  for (size_t l = 0; l < 2; l++) {
+    epCase c = caseOf(3, layouts[l]);
+    rounds r;
+    roundsMake(&r, &c);
+    for (unsigned s = 0; s < 12; s++) {
+      plan p = {.whole = &r.whole, .holes = &r.holes, .masked = &r.masked};
+      epTestWorld world = {.ranks = 3, .sms = s % 3 == 1 ? 3 : 0, .seed = 700 + s, .arg = &p};
+      assert_int_equal(pthread_barrier_init(&p.meet, NULL, 3), 0);
+      epWorldRun(&world, killedBody);
+      pthread_barrier_destroy(&p.meet);
+    }
+    roundsFree(&r);
+  }
+}
+
+/* Ranks 0 and 2 each mask another one, rank 4 leaves operations out: at the end nobody knows who is where. */
+static void apartBody(epTestRank *me) {
+  plan *p = me->arg;
+  const epCase *c = p->whole->c;
+  epRun run = {.salt = (unsigned)me->world->seed};
+  rough r = {0};
+  int flat = c->layout == NCCL_EP_LAYOUT_FLAT, late = me->rank == 4;
+  epGroupMake(me, c);
+  if (!me->group) return;
+  layer(me, &run, p->whole);
+  roughMake(me, &r, p->whole);
+  if (me->rank == 0) EXPECT_OK(me, ncclEpMaskUpdate(me->group, (int[]){1, 0, 1, 1, 1}, NULL));
+  if (late) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
+  for (int i = 0; i < 3 && !late; i++) {
+    if (me->rank == 2 && i == 1) EXPECT_OK(me, ncclEpMaskUpdate(me->group, (int[]){1, 1, 1, 0, 1}, NULL));
+    roughQueue(me, &r, flat);
+    if (i == 1) EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  }
+  if (!late) EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  pthread_barrier_wait(&p->meet);
+  if (late) {
+    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+    roughQueue(me, &r, flat);
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  }
+  restored(me, &run, p->whole);
+  roughFree(me, &r);
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void ranksThatAreApartMeetAgain(void **state) {
+  (void)state;
+  for (size_t l = 0; l < 2; l++) {
+    epCase c = caseOf(5, layouts[l]);
+    rounds r;
+    roundsMake(&r, &c);
+    for (unsigned s = 0; s < 4; s++) {
+      plan p = {.whole = &r.whole};
+      epTestWorld world = {.ranks = 5, .seed = 800 + s, .arg = &p};
+      assert_int_equal(pthread_barrier_init(&p.meet, NULL, 5), 0);
+      epWorldRun(&world, apartBody);
+      pthread_barrier_destroy(&p.meet);
+    }
+    roundsFree(&r);
+  }
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(aRankThatStopsIsLeftOut),
+      cmocka_unit_test(aRankMaskedByHandIsLeftOut),
+      cmocka_unit_test(aRankThatIsKilledIsLeftOut),
+      cmocka_unit_test(ranksThatAreApartMeetAgain),
+  };
+  return cmocka_run_group_tests_name("masks", tests, NULL, NULL);
+}
