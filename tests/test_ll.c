@@ -578,6 +578,19 @@ static void optionsRefused(epTestRank *me, const plan *p, ncclEpHandle_t h, batc
   EXPECT(me, bytes == 7, "the output was set on failure");
 }
 
+/* The experts' counters of a batch that was checked, once more. */
+static void addedTo(epTestRank *me, const plan *p, ncclEpHandle_t h, batch *b) {
+  ncclEpUpdateExtConfig_t config = NCCL_EP_UPDATE_EXT_CONFIG_INIT;
+  config.borrow_topk_idx = p->borrow;
+  config.cumulative_counters = 1;
+  EXPECT_OK(me, ncclEpUpdateHandleExt(h, &b->idx.t, NULL, &config, NULL));
+  EXPECT_OK(me, dispatch(p, h, b));
+  sync(me);
+  for (uint32_t e = 0; e < p->experts / p->ranks; e++)
+    EXPECT(me, ((const int32_t *)b->experts.t.data)[e] == 2 * (int32_t)p->ref[0]->rank[me->rank].perExpert[e],
+           "expert_counters[%u] after two batches", e);
+}
+
 static void refusedBody(epTestRank *me) {
   plan *p = me->arg;
   batch b;
@@ -632,6 +645,7 @@ static void refusedBody(epTestRank *me) {
   EXPECT_ERROR(me, ncclEpGetHandleMetadata(h, &metadata), ncclInvalidUsage, "low latency");
   sync(me);
   check(me, p, 0, &b, 1);
+  addedTo(me, p, h, &b);
   EXPECT_OK(me, ncclEpHandleDestroy(h));
   batchFree(me, &b);
   epGroupFree(me);
