@@ -85,6 +85,7 @@ typedef struct epBackendOps {
 
 struct epBackend {
   const epBackendOps *ops;
+  unsigned trafficClass; /* that ginCreate asks the network for, plus 1; 0: the communicator's */
 };
 
 /* Every slot answers "not supported" (or, for questions, the harmless answer): for a backend to start from. */
@@ -94,7 +95,7 @@ extern const epBackendOps epBackendUnsupported;
 ncclResult_t epBackendOpen(ncclComm_t comm, const ncclEpAllocConfig_t *alloc, epBackend **out);
 
 /* Exported by the emulator's module (libnccl_ep_emu.so), found with dlsym; `version` guards against a stale module. */
-#define EP_EMU_MODULE_VERSION 3
+#define EP_EMU_MODULE_VERSION 4
 typedef struct epEmuModule {
   unsigned version;
   int (*ownsComm)(ncclComm_t comm);

@@ -65,6 +65,10 @@ static ncclResult_t createComm(epCuda *be, epCudaGin *gin, uint32_t contexts, ui
     epNcclRequest228 old;
   } request;
   memset(&request, 0, sizeof(request));
+  if (gin->version < 23000 && be->base.trafficClass)
+    return epFail(ncclInvalidUsage,
+                  "traffic_class is %u: NCCL %d takes the communicator's alone: expected 0, or NCCL 2.30",
+                  be->base.trafficClass, be->nccl->version);
   if (gin->version < 23000) {
     request.old.forceEnable = true;
     request.old.contexts = (int32_t)contexts;
@@ -77,7 +81,7 @@ static ncclResult_t createComm(epCuda *be, epCudaGin *gin, uint32_t contexts, ui
     q->contexts = (int32_t)contexts;
     q->signals = (int32_t)signals;
     q->connection = gin->connection;
-    q->trafficClass = EP_NCCL_UNSET; /* the communicator's */
+    q->trafficClass = be->base.trafficClass ? (int)be->base.trafficClass - 1 : EP_NCCL_UNSET;
     q->customStride = gin->version >= 23100;
     q->strongSignals = gin->version >= 23005; /* tails; signals at addresses are not used */
   }

@@ -132,6 +132,7 @@ static ncclResult_t epGroupOptions(struct ncclEpGroup *g, const ncclEpGroupExtCo
         "weights and sums, or (rank-major) the caller does",
         call);
   if (ext->single_reduction) g->shape.stageRows = g->shape.maxTokens * g->shape.topk;
+  g->be->trafficClass = ext->traffic_class;
   return ncclSuccess;
 }
 

@@ -116,6 +116,9 @@ typedef struct {
    * More bytes over the link, and a window with room for K rows a token instead of one (num_topk of the group: worth setting).
    * ncclInvalidUsage: 1 in low latency. */
   int single_reduction;
+  /* Several scale-up domains: the traffic class of this group's connections over the network, as NCCL's trafficClass, plus 1; 0: that
+   * of the communicator. Without effect within one domain. ncclInvalidUsage before NCCL 2.30. */
+  unsigned int traffic_class;
 } ncclEpGroupExtConfig_t;
 #define NCCL_EP_GROUP_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupExtConfig_t, NCCL_EP_MAGIC)
 /* ncclEpCreateGroupExt: ncclEpCreateGroup, with options.

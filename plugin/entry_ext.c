@@ -52,7 +52,8 @@ ncclResult_t ncclEpCreateGroupExt(ncclEpGroup_t *ep_group, ncclComm_t comm, cons
   ncclEpGroupExtConfig_t ext;
   ncclResult_t r = epTakeStruct(call, "config", config, NCCL_EP_GROUP_CONFIG_V1_SIZE, 4, &c, (unsigned)sizeof c);
   if (r == ncclSuccess)
-    r = epTakeOptional(call, "ext_config", ext_config, (unsigned)sizeof ext, 4, &ext, (unsigned)sizeof ext);
+    r = epTakeOptional(call, "ext_config", ext_config, NCCL_EP_FIELD_END(ncclEpGroupExtConfig_t, single_reduction), 4,
+                       &ext, (unsigned)sizeof ext); /* traffic_class came later */
   return r == ncclSuccess ? epGroupCreate(ep_group, comm, &c, &ext) : r;
 }
 

@@ -195,6 +195,8 @@ static void *lifeApart(void *arg) {
   CHECK(t.scaleUpRanks == 1 && t.scaleOutRanks == RANKS && t.scaleOutRank == mine->rank && t.gin == 1);
   CHECK(be->ops->windowCreate(be, 5000, &window, peers) == ncclSuccess && window);
   CHECK(peers[mine->rank] && !peers[!mine->rank]);
+  unsigned wished = HEADERS < 23000 ? 0 : 4 * (unsigned)mine->rank; /* rank 0: none */
+  be->trafficClass = wished;
   ncclResult_t r = epCudaGinOpen((epCuda *)be, window, ncclSuccess, HEADERS, 3, 134, &aborted, &gin);
   if (expectedError) {
     CHECK(r != ncclSuccess && !gin.comm);
@@ -205,6 +207,7 @@ static void *lifeApart(void *arg) {
     uint64_t word = 0, flag = 0;
     CHECK(r == ncclSuccess && gin.window);
     CHECK(asked->contexts == 3 && asked->signals == 134 && asked->strong && !asked->va);
+    CHECK(asked->trafficClass == (wished ? (int)wished - 1 : EP_NCCL_UNSET));
     CHECK(asked->connection == (HEADERS < 23000 ? 1 : EP_NCCL_CONNECTION_RAIL));
     CHECK(asked->version == HEADERS);
     CHECK(be->ops->copyToHost(be, &word, (void *)(uintptr_t)gin.comm, sizeof(word)) == ncclSuccess);

@@ -164,14 +164,15 @@ API(ncclResult_t, ncclDevCommCreate, ncclComm_t comm, const void *request, void 
 #ifdef EP_FAKE_NCCL_230
   const epNcclRequest *q = request;
   int version = (int)q->version;
-  askedFor[comm->rank] = (fakeGin){q->contexts, q->signals, q->connection, q->strongSignals, q->vaSignals, version};
-  if (q->magic != EP_NCCL_MAGIC || q->size != EP_NCCL_REQUEST_BYTES(version) || q->trafficClass != EP_NCCL_UNSET ||
-      q->forceEnable || q->barriers || q->counters)
+  askedFor[comm->rank] =
+      (fakeGin){q->contexts, q->signals, q->connection, q->strongSignals, q->vaSignals, version, q->trafficClass};
+  if (q->magic != EP_NCCL_MAGIC || q->size != EP_NCCL_REQUEST_BYTES(version) || q->forceEnable || q->barriers ||
+      q->counters)
     return ncclInvalidUsage;
 #else
   const epNcclRequest228 *q = request;
   int version = 22809;
-  askedFor[comm->rank] = (fakeGin){q->contexts, q->signals, q->forceEnable, 1, 0, version};
+  askedFor[comm->rank] = (fakeGin){q->contexts, q->signals, q->forceEnable, 1, 0, version, EP_NCCL_UNSET};
 #endif
   pthread_barrier_wait(&comm->world->barrier);
   if (comm->rank == failDevComm) return ncclSystemError;

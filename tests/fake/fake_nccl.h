@@ -33,7 +33,7 @@ int fakeWindowClose(struct ncclComm *comm, struct ncclWindow_vidmem *window);
 
 /* Device communicators: what the last one of each rank was asked for, what NCCL says of the network, and who fails. */
 typedef struct fakeGin {
-  int contexts, signals, connection, strong, va, version;
+  int contexts, signals, connection, strong, va, version, trafficClass;
 } fakeGin;
 extern fakeGin askedFor[RANKS];
 extern int ginType, failDevComm;
