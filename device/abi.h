@@ -23,6 +23,10 @@ enum { EP_DTYPE_BYTES = 0, EP_DTYPE_BF16, EP_DTYPE_F16, EP_DTYPE_F32 };
 
 enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
 
+/* Which part of a dispatch or combine a kernel is: all of it, or of a staged operation what sends or what receives. Both parts have
+ * the whole operation's generation: the sending part leaves it as it was, and returns no credits. */
+enum { EP_PART_WHOLE = 0, EP_PART_SEND, EP_PART_RECEIVE };
+
 /* Everything a kernel is specialised by, and nothing that changes with the tokens. All fields are uint32_t, so that the
  * struct's bytes are the cache key. The GPU compiles each field as a constexpr; the emulator reads the same names at
  * run time. Fields that a kernel does not use are 0. The X-macro is the one list of them. */
@@ -42,6 +46,7 @@ enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
   X(stageBytes) /* of a warp stage in dispatch and combine */                                                               \
   X(fused)      /* dispatch only: it makes the routing record itself, from the caller's topk_idx */                         \
   X(direct) /* dispatch only, flat: the output is window-backed, and rows are stored into the peers' where those are too */ \
+  X(part)    /* EP_PART_*: dispatch and combine */                                                                          \
   X(bulk)    /* the target has bulk copies (SM90 and up) */                                                                 \
   X(scaleUp) /* ranks of a scale-up domain; hybrid kernels only, else 0 */                                                  \
   X(profile) /* kernels write what profile_layout.h says */                                                                  \

@@ -440,7 +440,8 @@ template <class C> DEV void ep_combine_senders(const C c, const epCombineArgs &a
   if (!ep_wait_credits(c, a.group, q, gen, EP_PHASE_COMBINE_CREDIT)) return;
   if (!ep_is_signaller(c)) {
     ep_combine_push(c, a, q, list, row, ahead, gen);
-    if (ep_senders_started(a.group, a.pushBlocks)) ep_combine_reduce(c, a, q, gen); /* what is left of it */
+    if (c.part == EP_PART_WHOLE && ep_senders_started(a.group, a.pushBlocks))
+      ep_combine_reduce(c, a, q, gen); /* what is left of it */
   } else if (c.bulk) {
     ep_combine_signal(c, a, q, list.items, list.rounds, gen);
   }

@@ -627,10 +627,13 @@ template <class C> DEV void ep_dispatch(const C c, const epDispatchArgs &a) {
   ep_operation(
       c, a, EP_KERNEL_DISPATCH,
       [&](uint32_t gen) {
-        if (c.direct && p::bid() == a.pushBlocks) ep_outputs_tell(c, a, gen);
+        if (c.direct && c.part == EP_PART_WHOLE && p::bid() == a.pushBlocks) ep_outputs_tell(c, a, gen);
         return !c.fused || ep_update_inside(c, a.update, gen);
       },
-      [&](epPipe &q, uint32_t gen) { ep_dispatch_senders(c, a, q, gen); },
+      [&](epPipe &q, uint32_t gen) {
+        if (c.direct && c.part == EP_PART_SEND && p::bid() == 0) ep_outputs_tell(c, a, gen);
+        ep_dispatch_senders(c, a, q, gen);
+      },
       [&](epPipe &q, uint32_t gen) {
         if (c.direct)
           ep_direct_epilogue(c, a, q, gen);

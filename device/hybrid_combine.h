@@ -336,9 +336,9 @@ template <class C> DEV void ep_hybrid_combine(const C c, const epHybridCombineAr
   const epCombineArgs &b = a.plain;
   epProfile profile = ep_profile_begin(b.group, EP_KERNEL_HYBRID_COMBINE);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(b.group)->stageGen) + 1;
-  uint32_t reduce = b.pushBlocks + epChannelBlocks(a.hybrid.layout.channels, c.threads);
+  uint32_t reduce = c.part == EP_PART_RECEIVE ? 0 : b.pushBlocks + epChannelBlocks(a.hybrid.layout.channels, c.threads);
   if (ep_record_usable(b.recordLayout, b.record)) {
-    if (p::bid() < b.pushBlocks)
+    if (c.part != EP_PART_RECEIVE && p::bid() < b.pushBlocks)
       ep_combine_pushers(c, a, gen);
     else if (p::bid() < reduce)
       ep_combine_forwarders(c, a, gen);

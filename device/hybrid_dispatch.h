@@ -252,7 +252,7 @@ template <class C> DEV void ep_hybrid_dispatch(const C c, const epHybridDispatch
   epProfile profile = ep_profile_begin(d.group, EP_KERNEL_HYBRID_DISPATCH);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(d.group)->stageGen) + 1;
   if (ep_record_usable(d.recordLayout, d.record)) {
-    if (p::bid() < d.pushBlocks)
+    if (c.part == EP_PART_WHOLE ? p::bid() < d.pushBlocks : c.part == EP_PART_SEND)
       ep_hybrid_senders(c, a, gen);
     else if (p::bid() == d.pushBlocks)
       ep_hybrid_forwarder(c, a, gen);

@@ -39,7 +39,7 @@
  *
  * Group scratch (ordinary device memory)
  *
- *   state       epGroupState
+ *   state       epGroupState [EP_SLOTS], each at a multiple of EP_SECTION_ALIGN: see EP_SLOTS
  *   histogram   u32 [EP_MAX_UPDATE_BLOCKS][E + R]
  */
 #ifndef EP_DEVICE_LAYOUT_H_
@@ -196,10 +196,16 @@ typedef struct epGroupState {
   uint64_t profile;        /* address of the area of profile_layout.h; 0: the group is not profiled */
 } epGroupState;
 
+/* An operation of dispatch or combine works on a slot: a window of the group's layout, and a state with generations of its own. Whole ones
+ * take turns on slot 0, the group's first window; each staged one that is in flight has another. */
+#define EP_MAX_IN_FLIGHT 8u
+#define EP_SLOTS (1u + EP_MAX_IN_FLIGHT)
+EP_HD uint64_t epSlotState(uint32_t slot) { return (uint64_t)slot * EP_SECTION_ALIGN; }
+
 EP_HD epScratchLayout epScratchLayoutOf(uint32_t ranks, uint32_t experts) {
   epScratchLayout s;
   uint64_t at = 0;
-  s.state = epTake(&at, sizeof(epGroupState));
+  s.state = epTake(&at, epSlotState(EP_SLOTS));
   s.histogram = epTake(&at, 4ull * EP_MAX_UPDATE_BLOCKS * (experts + ranks));
   s.bytes = at;
   return s;

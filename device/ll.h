@@ -26,6 +26,9 @@ DEV uint4 ep_ll_unit(uint32_t gen, uint32_t a, uint32_t b, uint32_t c) {
   return u;
 }
 
+/* Low latency never lets a group that lost an operation go on. Staged operations have states of their own; the first one is all slots'. */
+DEV epGroupState *ep_ll_first_state(const epGroupArgs &g) { return (epGroupState *)g.scratch; }
+
 /* What a block knows of its operation. `ticket`: blocks that had read the generation before this one (thread 0). */
 struct epLlOp {
   uint32_t gen, ticket;
@@ -55,6 +58,8 @@ template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epG
   if (t == 0) {
     gen = p::ld_relaxed_sys(&state->stageGen);
     lost = p::ld_relaxed_sys(&state->aborted);
+    if (c.part != EP_PART_WHOLE)
+      lost |= p::ld_relaxed_sys(&ep_ll_first_state(g)->aborted);
   }
   if (t < c.ranks)
     window = ep_ll_window_of(c, g, t);
@@ -126,17 +131,25 @@ DEV uint32_t ep_ll_tokens(const uint8_t *record, const epLlRecordLayout &l, uint
   return held < given ? held : given;
 }
 
-/* The block that was last to read the generation moves it for the next operation of the stream. */
-DEV void ep_ll_end(const epGroupArgs &g, const epLlOp &op, uint32_t blocks) {
+/* The block that was last to read the generation moves it for the next operation of the stream, unless the receiving part is
+ * still to come. */
+template <class C> DEV void ep_ll_end(const C c, const epGroupArgs &g, const epLlOp &op, uint32_t blocks) {
   epGroupState *state = ep_state(g);
+  if (c.part != EP_PART_WHOLE) {
+    p::sync_threads(); /* all of the block's waits have ended */
+    if (p::tid() == 0 && p::ld_relaxed_sys(&state->aborted))
+      p::st_relaxed_sys(&ep_ll_first_state(g)->aborted, 1);
+  }
   if (p::tid() != 0 || op.ticket != blocks - 1)
     return;
   p::st_relaxed_sys(&state->stageDone, 0);
-  p::st_relaxed_sys(&state->stageGen, op.gen);
+  if (c.part != EP_PART_SEND)
+    p::st_relaxed_sys(&state->stageGen, op.gen);
 }
 
 /* The last warp of the last block, at its start (a release stalls where rows are being stored): every peer may know that what
- * this rank did before is finished. Its part of the stage is cleared first. */
+ * this rank did before is finished. Its part of the stage is cleared first. Of a staged operation the sending part greets, and the
+ * receiving part waits for greetings. */
 template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op) {
   uint64_t units = w.rowStride * (c.ranks - 1) * g.maxTokens / 16;
   uint8_t *half = ep_ll_window(g.rank) + w.stage + ((op.gen + 1) & 1) * units * 16;
@@ -149,6 +162,16 @@ template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const e
   for (uint32_t r = p::lane(); r < c.ranks; r += 32)
     if (r != g.rank && !ep_ll_left_out(c, r))
       p::st_release_sys((uint32_t *)(ep_ll_window(r) + w.hello) + g.rank, op.gen);
+}
+
+/* The last block of a sending part. */
+template <class C, class A> DEV void ep_ll_greeter(const C c, const A &a) {
+  epLlOp op = ep_ll_begin(
+      c, a.group, []() {}, []() {});
+  p::grid_launch();
+  if (!op.lost && p::warp() == 0)
+    ep_ll_greet(c, a.group, a.window, op);
+  ep_ll_end(c, a.group, op, a.blocks);
 }
 
 /* The same warp, at its end. */

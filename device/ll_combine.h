@@ -101,7 +101,7 @@ template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs 
       c, a.group, [&]() { ask(p::tid()); }, []() {});
   p::grid_launch();
   if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
-    return ep_ll_end(a.group, op, a.blocks);
+    return ep_ll_end(c, a.group, op, a.blocks);
 #pragma unroll 1
   for (uint32_t from = p::tid(); from < n; from += EP_LL_WEIGHTS_AHEAD * c.threads) {
     if (from != p::tid())
@@ -114,7 +114,7 @@ template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs 
                           (uint64_t)op.gen << 32 | p::as_u32(w[i]));
     }
   }
-  ep_ll_end(a.group, op, a.blocks);
+  ep_ll_end(c, a.group, op, a.blocks);
 }
 
 /* ---- Push ---------------------------------------------------------------------------------------------------------- */
@@ -231,7 +231,7 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a) {
       });
   p::grid_launch();
   if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
-    return ep_ll_end(a.group, op, a.blocks);
+    return ep_ll_end(c, a.group, op, a.blocks);
   if (t < c.ranks)
     p::confirm(recvCount + t, 4);
 #pragma unroll 1
@@ -249,7 +249,7 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a) {
     if (!ep_ll_back_send(c, a, op, x) && ep_stopped(c, a.group))
       break;
   }
-  ep_ll_end(a.group, op, a.blocks);
+  ep_ll_end(c, a.group, op, a.blocks);
 }
 
 /* ---- Reduce -------------------------------------------------------------------------------------------------------- */
@@ -373,8 +373,8 @@ template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a
       []() {});
   p::grid_launch();
   if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
-    return ep_ll_end(a.group, op, a.blocks);
-  if (index == warps - 1)
+    return ep_ll_end(c, a.group, op, a.blocks);
+  if (c.part == EP_PART_WHOLE && index == warps - 1)
     ep_ll_greet(c, a.group, a.window, op);
 #pragma unroll 1
   for (uint32_t i = index; i < items; i += warps) {
@@ -387,7 +387,7 @@ template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a
   }
   if (index == warps - 1)
     ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_COMBINE_CREDIT);
-  ep_ll_end(a.group, op, a.blocks);
+  ep_ll_end(c, a.group, op, a.blocks);
 }
 
 /* Whole block, the last one to end: sums that would have had rows of ranks that fell out meanwhile, without them. */
@@ -408,8 +408,10 @@ template <class C> DEV void ep_ll_reduce_again(const C c, const epLlCombineArgs 
 template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
   p::grid_wait();
   epProfile profile = ep_profile_begin(a.group, EP_KERNEL_LL_COMBINE);
-  if (p::bid() >= a.pushBlocks)
+  if (c.part == EP_PART_RECEIVE || (c.part == EP_PART_WHOLE && p::bid() >= a.pushBlocks))
     ep_ll_reduce_all(c, a);
+  else if (c.part == EP_PART_SEND && p::bid() >= a.pushBlocks)
+    ep_ll_greeter(c, a);
   else if (p::bid() == 0 && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
     ep_ll_send_weights(c, a);
   else

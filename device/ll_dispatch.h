@@ -252,15 +252,30 @@ template <class C> DEV void ep_ll_keep(const C c, const epLlDispatchArgs &a, uin
     ep_report_index(a.group, t + l / c.topk, l % c.topk, value);
 }
 
+/* The clerk's half of a receiving part. */
+template <class C> DEV void ep_ll_clerk_receives(const C c, const epLlDispatchArgs &a, epRecordHeader *header) {
+  epLlOp op = ep_ll_begin(
+      c, a.group, []() {}, []() {});
+  p::grid_launch();
+  if (!op.lost && ep_ll_gather(c, a, op)) {
+    ep_ll_tell_counts(c, a);
+    if (p::tid() == 0)
+      p::stg<uint32_t>(&header->generation, EP_LL_DISPATCHED);
+  }
+  ep_ll_end(c, a.group, op, a.blocks);
+}
+
 template <class C> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a) {
   epRecordHeader *header = (epRecordHeader *)(a.record + a.recordLayout.header);
   epLlAhead ahead;
+  if (c.part == EP_PART_RECEIVE)
+    return ep_ll_clerk_receives(c, a, header);
   uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ep_ll_ask_ahead(c, a.decisions, 0, T, ahead); }, [&]() { ep_ll_zero_sums(c, true); });
   p::grid_launch();
   if (op.lost)
-    return ep_ll_end(a.group, op, a.blocks);
+    return ep_ll_end(c, a.group, op, a.blocks);
   auto use = [&](uint32_t t, epLlRaw raw) {
     if (a.decisions.borrowed)
       ep_ll_keep(c, a, t, T, raw);
@@ -271,14 +286,14 @@ template <class C> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a) {
   if (p::tid() == 0) {
     if (a.decisions.borrowed)
       ep_ll_write_header(c, a.group, header, T);
-    p::stg<uint32_t>(&header->generation, EP_LL_DISPATCHED);
+    p::stg<uint32_t>(&header->generation, c.part == EP_PART_SEND ? EP_LL_UPDATED : EP_LL_DISPATCHED);
     p::st_relaxed_sys(&ep_state(a.group)->indexClaimed, 0);
   }
   if (c.mask)
     p::stg<uint32_t>(&header->epoch, p::ld_relaxed_sys(&ep_mask_state(c, a.group)->epoch));
-  if (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op))
+  if (c.part == EP_PART_WHOLE && (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op)))
     ep_ll_tell_counts(c, a);
-  ep_ll_end(a.group, op, a.blocks);
+  ep_ll_end(c, a.group, op, a.blocks);
 }
 
 /* ---- Rows and their scales: strip `strip` of row `row`, of which `bytes` are from there on ----------------------------- */
@@ -397,16 +412,20 @@ DEV void ep_ll_send_head(const C c, const epLlDispatchArgs &a, const epLlOp &op,
                          ep_ll_unit(op.gen, word[0], word[1], word[2]));
 }
 
+/* This rank's own rows are placed by receivers, who find them by their heads: in 3-D, and where senders must leave the outputs alone. */
+template <class C> DEV bool ep_ll_heads_own(const C c) {
+  return c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D || c.part != EP_PART_WHOLE;
+}
+
 /* A warp: strip `strip` of own token t, to all ranks the token goes to. `entry`, `own`: of the lane's k; `sends`: the first k of each
  * rank. */
 template <class C>
 DEV void ep_ll_send_strip(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t t, uint32_t strip, uint32_t entry,
                           uint32_t own, uint32_t sends, const epLlOwn &x) {
   uint32_t l = p::lane(), me = a.group.rank, bytes = ep_ll_bytes(c, strip);
-  bool rankMajor = c.layout == EP_LAYOUT_KIND_RANK_MAJOR;
   uint32_t mine = p::ballot(p::FULL, (sends >> l & 1) && own >> EP_ENTRY_POS_BITS == me);
 #pragma unroll 1
-  for (uint32_t m = strip == 0 ? (rankMajor ? sends & ~mine : sends) : 0; m; m &= m - 1) {
+  for (uint32_t m = strip == 0 ? (ep_ll_heads_own(c) ? sends : sends & ~mine) : 0; m; m &= m - 1) {
     uint32_t to = p::shfl(p::FULL, own, p::ffs(m) - 1);
     ep_ll_send_head(c, a, op, t, to >> EP_ENTRY_POS_BITS, EP_ENTRY_POS(to), own == to ? entry : EP_NONE, x.weight);
   }
@@ -426,7 +445,7 @@ DEV void ep_ll_send_strip(const C c, const epLlDispatchArgs &a, const epLlOp &op
   uint32_t here = p::shfl(p::FULL, own, p::ffs(mine) - 1);
   if (strip == 0 && l == 0)
     p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.sendRow) + t, EP_ENTRY_POS(here));
-  if (!rankMajor)
+  if (ep_ll_heads_own(c))
     return;
   ep_ll_store_row(c, a, ep_ll_place(c, a, me, EP_ENTRY_POS(here)), strip, bytes, x.v);
   epLlArrival r = {me, EP_ENTRY_POS(here), t, own == here ? entry : EP_NONE, x.weight, EP_NONE};
@@ -468,7 +487,7 @@ template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a) {
       c, a.group, [&]() { ask(first); }, [&]() { ep_ll_zero_sums(c, major); });
   p::grid_launch();
   if (op.lost)
-    return ep_ll_end(a.group, op, a.blocks);
+    return ep_ll_end(c, a.group, op, a.blocks);
 #pragma unroll 1
   for (uint32_t t0 = first; t0 < T; t0 += a.pushBlocks * each) {
     uint32_t t1 = t0 + each < T ? t0 + each : T, items = (t1 - t0) * strips, entry, own;
@@ -492,7 +511,7 @@ template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a) {
     counted = t0;
     p::sync_threads();
   }
-  ep_ll_end(a.group, op, a.blocks);
+  ep_ll_end(c, a.group, op, a.blocks);
 }
 
 /* ---- Receive ------------------------------------------------------------------------------------------------------- */
@@ -555,11 +574,11 @@ struct epLlItem {
   uint64_t count; /* rank-major: the word of the source's rows */
 };
 
-/* Item i: row j of every source in turn, in rank-major of every other rank, pieces of a row side by side. `rows`: bound of a source's
+/* Item i: row j of every source in turn, in a whole rank-major dispatch of every other rank, pieces of a row side by side. `rows`: bound of a source's
  * rows. False: past the end. */
 template <class C> DEV bool ep_ll_item(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint64_t i, uint32_t rows, epLlItem &x) {
   uint32_t me = a.group.rank, B = a.group.maxTokens, pieces = epLlPieces(ep_ll_travels(c), c.layout);
-  uint32_t first = c.layout == EP_LAYOUT_KIND_RANK_MAJOR, sources = c.ranks - first, q = (uint32_t)(i / pieces);
+  uint32_t first = !ep_ll_heads_own(c), sources = c.ranks - first, q = (uint32_t)(i / pieces);
   if (i >= (uint64_t)rows * sources * pieces)
     return false;
   x.piece = (uint32_t)(i % pieces);
@@ -573,9 +592,9 @@ template <class C> DEV bool ep_ll_item(const C c, const epLlDispatchArgs &a, con
 }
 DEV const uint8_t *ep_ll_item_unit(const epLlItem &x, uint32_t i) { return i == EP_LL_HEAD_AT ? x.head : x.data + 512 * i; }
 
-/* A first look at an item. Rank-major rows need their head with the first piece only. */
+/* A first look at an item. Rank-major rows need their head with the first piece only, but for own ones, whose token it tells. */
 template <class C> DEV void ep_ll_item_look(const C c, const epLlDispatchArgs &a, const epLlOp &op, epLlItem &x) {
-  bool head = c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D || x.piece == 0;
+  bool head = c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D || x.piece == 0 || (ep_ll_heads_own(c) && x.r.s == a.group.rank);
   uint32_t wanted = (uint32_t)(head && p::lane() < epLlHeadUnits(c.topk)) << EP_LL_HEAD_AT;
   if (x.r.s != a.group.rank) {
 #pragma unroll
@@ -602,7 +621,7 @@ template <class C> DEV int ep_ll_take(const C c, const epLlDispatchArgs &a, cons
                                                    [&](uint32_t i) { return ep_ll_item_unit(x, i); }, x.u, absent);
   if (came != EP_LL_CAME)
     return came;
-  if (!rankMajor || x.piece == 0)
+  if (!rankMajor || x.piece == 0 || (ep_ll_heads_own(c) && r.s == me))
     ep_ll_read_head(c, a, x.u[EP_LL_HEAD_AT], r);
   epLlPiece v;
   if (r.s == me) {
@@ -630,7 +649,7 @@ template <class C> DEV uint32_t ep_ll_most_rows(const C c, const epLlDispatchArg
 #pragma unroll 1
   for (uint32_t s = p::lane(); s < c.ranks && ok; s += 32) {
     uint32_t n = 0;
-    ok = s == a.group.rank ||
+    ok = (s == a.group.rank && !ep_ll_heads_own(c)) ||
          ep_wait_word(a.group, ep_ll_counts(c, a, op, a.group.rank, s) + locals, op.gen, EP_PHASE_UPDATE_COUNTS, s, &n);
     most = n > most ? n : most;
   }
@@ -757,8 +776,8 @@ template <class C> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a) 
       c, a.group, []() {}, []() {});
   p::grid_launch();
   if (op.lost)
-    return ep_ll_end(a.group, op, a.blocks);
-  if (index == warps - 1)
+    return ep_ll_end(c, a.group, op, a.blocks);
+  if (c.part == EP_PART_WHOLE && index == warps - 1)
     ep_ll_greet(c, a.group, a.window, op);
   if (c.mask)
     ep_ll_take_living(c, a, op, index, warps);
@@ -768,7 +787,7 @@ template <class C> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a) 
     ep_ll_take_expert_major(c, a, op, index, warps);
   if (index == warps - 1)
     ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_DISPATCH_CREDIT);
-  ep_ll_end(a.group, op, a.blocks);
+  ep_ll_end(c, a.group, op, a.blocks);
 }
 
 template <class C> DEV void ep_ll_dispatch(const C c, const epLlDispatchArgs &a) {
@@ -776,8 +795,10 @@ template <class C> DEV void ep_ll_dispatch(const C c, const epLlDispatchArgs &a)
   epProfile profile = ep_profile_begin(a.group, EP_KERNEL_LL_DISPATCH);
   if (p::bid() == 0)
     ep_ll_clerk(c, a);
-  else if (p::bid() <= a.pushBlocks)
+  else if (c.part != EP_PART_RECEIVE && p::bid() <= a.pushBlocks)
     ep_ll_push(c, a);
+  else if (c.part == EP_PART_SEND)
+    ep_ll_greeter(c, a);
   else
     ep_ll_receive(c, a);
   if (c.mask && ep_ll_repairs(c, a.group, a.blocks))

@@ -237,17 +237,19 @@ template <class C> DEV uint32_t ep_most_received(const C c, const uint32_t *recv
 
 /* ---- The end ------------------------------------------------------------------------------------------------------ */
 
-/* Every block ends here; the last one returns the domain's credits and moves the generation. */
+/* Every block ends here; the last one returns the domain's credits and moves the generation, unless the receiving part is still to come. */
 template <class C> DEV void ep_hybrid_end(const C c, const epGroupArgs &g, uint32_t gen, uint32_t blocks) {
   epGroupState *state = ep_state(g);
   epPlace w = ep_place(c, g);
   p::sync_threads();
   if (p::tid() != 0 || p::atomic_add_acq_rel_gpu(&state->stageDone, 1) != blocks - 1)
     return;
+  p::stg<uint32_t>(&state->stageDone, 0);
+  if (c.part == EP_PART_SEND)
+    return;
   for (uint32_t u = 0; u < w.ups; u++)
     if (u != w.up)
       p::st_release_sys((uint32_t *)(ep_window(g, w.domain * w.ups + u) + g.window.credits) + g.rank, gen);
-  p::stg<uint32_t>(&state->stageDone, 0);
   p::stg<uint32_t>(&state->aborted, 0);
   p::stg<uint32_t>(&state->errorClaimed, 0);
   p::stg<uint32_t>(&state->stageGen, gen);

@@ -275,7 +275,8 @@ DEV bool ep_wait_credits(const C c, const epGroupArgs &g, const epPipe &q, uint3
   return ok;
 }
 
-/* Every block of an operation ends here; the last one returns the credits and moves the generation. What was read from
+/* Every block of an operation ends here; the last one returns the credits and moves the generation, unless the receiving part is still to
+ * come. What was read from
  * staging has arrived in shared memory; output stores that are still on their way end with the kernel. */
 template <class C>
 DEV void ep_operation_end(const C c, const epGroupArgs &g, const epPipe &q, uint32_t gen, uint32_t blocks) {
@@ -283,17 +284,19 @@ DEV void ep_operation_end(const C c, const epGroupArgs &g, const epPipe &q, uint
   if (c.bulk && p::lane() == 0) p::bulk_wait_read<0>();
   p::sync_threads();
   if (p::tid() != 0 || p::atomic_add_acq_rel_gpu(&state->stageDone, 1) != blocks - 1) return;
-  for (uint32_t r = 0; r < c.ranks; r++)
+  for (uint32_t r = 0; r < c.ranks && c.part != EP_PART_SEND; r++)
     if (r != g.rank && !ep_masked(c, g, r) && !ep_left_out(c, q, r))
       p::st_release_sys((uint32_t *)(ep_peer(q, r) + g.window.credits) + g.rank, gen);
   p::stg<uint32_t>(&state->stageDone, 0);
-  p::stg<uint32_t>(&state->aborted, 0);
-  p::stg<uint32_t>(&state->errorClaimed, 0);
+  if (c.part != EP_PART_SEND) { /* where that gave up, the other part need not wait long */
+    p::stg<uint32_t>(&state->aborted, 0);
+    p::stg<uint32_t>(&state->errorClaimed, 0);
+  }
   p::stg<uint32_t>(&state->epilogueStarted, 0);
   p::stg<uint32_t>(&state->sendTickets, 0);
   p::stg<uint32_t>(&state->takeTickets, 0);
   p::stg<uint32_t>(&state->sendersStarted, 0);
-  p::stg<uint32_t>(&state->stageGen, gen);
+  if (c.part != EP_PART_SEND) p::stg<uint32_t>(&state->stageGen, gen);
 }
 
 /* Planted fault: a sender that waits for an epilogue block of its own kernel hangs where that block is not resident. */
@@ -365,7 +368,7 @@ DEV void ep_operation(const C c, const Args &a, uint32_t kind, Before before, Se
   p::grid_wait();
   epProfile profile = ep_profile_begin(a.group, kind);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(a.group)->stageGen) + 1;
-  bool push = p::bid() < a.pushBlocks, usable = push || before(gen);
+  bool push = c.part == EP_PART_WHOLE ? p::bid() < a.pushBlocks : c.part == EP_PART_SEND, usable = push || before(gen);
   if (!push && c.fused) ep_profile_span(profile, EP_SPAN_RECORD);
   bool record = usable && !(push && c.fused);
   if (record)

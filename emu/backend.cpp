@@ -238,6 +238,42 @@ static ncclResult_t isCapturing(epBackend *, cudaStream_t, int *capturing) {
   return ncclSuccess;
 }
 
+static ncclResult_t streamCreate(epBackend *be, cudaStream_t *stream) {
+  Call c(be, "streamCreate");
+  Stream *s;
+  ncclResult_t rc = c.rc != ncclSuccess ? c.rc : c.fabric().createStream(c.b->rank, &s);
+  if (rc == ncclSuccess) *stream = reinterpret_cast<cudaStream_t>(s);
+  return rc;
+}
+
+static ncclResult_t streamDestroy(epBackend *be, cudaStream_t stream) {
+  Call c(be);
+  Stream *s;
+  ncclResult_t rc = c.fabric().findStream(c.b->rank, stream, "streamDestroy", &s);
+  return rc != ncclSuccess ? rc : c.fabric().destroyStream(c.lock, c.b->rank, s, "streamDestroy");
+}
+
+static ncclResult_t eventCreate(epBackend *be, cudaEvent_t *event) {
+  Call c(be, "eventCreate");
+  if (c.rc == ncclSuccess) *event = reinterpret_cast<cudaEvent_t>(makeEvent(c.fabric(), c.b->rank).get());
+  return c.rc;
+}
+
+static ncclResult_t eventDestroy(epBackend *be, cudaEvent_t event) {
+  Call c(be);
+  return dropEvent(c.fabric(), c.b->rank, event, "eventDestroy");
+}
+
+static ncclResult_t eventRecord(epBackend *be, cudaEvent_t event, cudaStream_t stream) {
+  Call c(be, "eventRecord");
+  return c.rc != ncclSuccess ? c.rc : queueEvent(c.fabric(), c.b->rank, event, stream, true, "eventRecord");
+}
+
+static ncclResult_t streamWait(epBackend *be, cudaStream_t stream, cudaEvent_t event) {
+  Call c(be, "streamWait");
+  return c.rc != ncclSuccess ? c.rc : queueEvent(c.fabric(), c.b->rank, event, stream, false, "streamWait");
+}
+
 static ncclResult_t isDeviceAddress(epBackend *be, const void *dev, int *yes) {
   Call c(be, "isDeviceAddress");
   Region *r = c.fabric().engine.memory.regionAt(dev);
@@ -279,10 +315,11 @@ static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts
   return ncclSuccess;
 }
 
-static const epBackendOps ops = {"emu",           destroy,    topology,     allGather,     alloc,         freeDevice,
-                                 allocMapped,     freeMapped, windowCreate, windowDestroy, windowAddress, kernel,
-                                 launch,          fill,       copyToDevice, copyToHost,    synchronize,   isCapturing,
-                                 isDeviceAddress, relax,      ginCreate};
+static const epBackendOps ops = {"emu",        destroy,      topology,     allGather,       alloc,         freeDevice,
+                                 allocMapped,  freeMapped,   windowCreate, windowDestroy,   windowAddress, kernel,
+                                 launch,       fill,         copyToDevice, copyToHost,      synchronize,   isCapturing,
+                                 streamCreate, streamDestroy, eventCreate, eventDestroy,    eventRecord,   streamWait,
+                                 isDeviceAddress, relax,     ginCreate};
 
 epBackend *makeBackend(const std::shared_ptr<Fabric> &fabric, int rank) {
   Backend *b = new Backend;

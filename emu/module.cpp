@@ -193,64 +193,68 @@ static ncclResult_t streamSynchronize(ncclComm_t comm, cudaStream_t stream) {
 
 // ---- events ---------------------------------------------------------------------------------------------------------
 
-static std::shared_ptr<StreamEvent> findEvent(Comm &c, cudaEvent_t event) {
-  for (auto &e : c.fabric->ranks[size_t(c.rank)].events)
+static std::shared_ptr<StreamEvent> findEvent(Fabric &f, int rank, cudaEvent_t event) {
+  for (auto &e : f.ranks[size_t(rank)].events)
     if (reinterpret_cast<cudaEvent_t>(e.get()) == event) return e;
   return nullptr;
 }
 
-static ncclResult_t noEvent(Comm &c, cudaEvent_t event, const char *call) {
+static ncclResult_t noEvent(int rank, cudaEvent_t event, const char *call) {
   return fail(ncclInvalidArgument,
               "%s: event %p is not one of rank %d's: expected one that ncclEpEmuEventCreate gave "
               "for this communicator, not yet destroyed",
-              call, static_cast<void *>(event), c.rank);
+              call, static_cast<void *>(event), rank);
+}
+
+std::shared_ptr<StreamEvent> makeEvent(Fabric &f, int rank) {
+  auto &v = f.ranks[size_t(rank)].events;
+  v.push_back(std::make_shared<StreamEvent>());
+  return v.back();
+}
+
+ncclResult_t dropEvent(Fabric &f, int rank, cudaEvent_t event, const char *call) {
+  auto e = findEvent(f, rank, event);
+  if (!e) return noEvent(rank, event, call);
+  auto &v = f.ranks[size_t(rank)].events;
+  v.erase(std::find(v.begin(), v.end(), e));
+  return ncclSuccess;
+}
+
+ncclResult_t queueEvent(Fabric &f, int rank, cudaEvent_t event, cudaStream_t stream, bool record, const char *call) {
+  auto e = findEvent(f, rank, event);
+  Stream *s;
+  ncclResult_t rc = f.findStream(rank, stream, call, &s);
+  if (rc != ncclSuccess) return rc;
+  if (!e) return noEvent(rank, event, call);
+  if (!record && !e->recordsQueued) return ncclSuccess; // never recorded: nothing to wait for
+  StreamOp op{record ? StreamOp::Record : StreamOp::Wait};
+  op.event = e;
+  op.record = record ? ++e->recordsQueued : e->recordsQueued;
+  f.queue(rank, s, std::move(op));
+  return ncclSuccess;
 }
 
 static ncclResult_t eventCreate(ncclComm_t comm, cudaEvent_t *event) {
   return with(comm, "ncclEpEmuEventCreate", [&](Lock &, Comm &c) {
     if (!event) return fail(ncclInvalidArgument, "ncclEpEmuEventCreate: event is NULL: expected room for an event");
-    auto &v = c.fabric->ranks[size_t(c.rank)].events;
-    v.push_back(std::make_shared<StreamEvent>());
-    *event = reinterpret_cast<cudaEvent_t>(v.back().get());
+    *event = reinterpret_cast<cudaEvent_t>(makeEvent(*c.fabric, c.rank).get());
     return ncclSuccess;
   });
 }
 
 static ncclResult_t eventDestroy(ncclComm_t comm, cudaEvent_t event) {
-  return with(
-      comm, "ncclEpEmuEventDestroy",
-      [&](Lock &, Comm &c) {
-        auto e = findEvent(c, event);
-        if (!e) return noEvent(c, event, "ncclEpEmuEventDestroy");
-        auto &v = c.fabric->ranks[size_t(c.rank)].events;
-        v.erase(std::find(v.begin(), v.end(), e));
-        return ncclSuccess;
-      },
-      true);
-}
-
-static ncclResult_t queueEvent(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream, bool record, const char *call) {
-  return with(comm, call, [&](Lock &, Comm &c) {
-    auto e = findEvent(c, event);
-    Stream *s;
-    ncclResult_t rc = c.fabric->findStream(c.rank, stream, call, &s);
-    if (rc != ncclSuccess) return rc;
-    if (!e) return noEvent(c, event, call);
-    if (!record && !e->recordsQueued) return ncclSuccess; // never recorded: nothing to wait for
-    StreamOp op{record ? StreamOp::Record : StreamOp::Wait};
-    op.event = e;
-    op.record = record ? ++e->recordsQueued : e->recordsQueued;
-    c.fabric->queue(c.rank, s, std::move(op));
-    return ncclSuccess;
-  });
+  static const char call[] = "ncclEpEmuEventDestroy";
+  return with(comm, call, [&](Lock &, Comm &c) { return dropEvent(*c.fabric, c.rank, event, call); }, true);
 }
 
 static ncclResult_t eventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream) {
-  return queueEvent(comm, event, stream, true, "ncclEpEmuEventRecord");
+  static const char call[] = "ncclEpEmuEventRecord";
+  return with(comm, call, [&](Lock &, Comm &c) { return queueEvent(*c.fabric, c.rank, event, stream, true, call); });
 }
 
 static ncclResult_t streamWaitEvent(ncclComm_t comm, cudaStream_t stream, cudaEvent_t event) {
-  return queueEvent(comm, event, stream, false, "ncclEpEmuStreamWaitEvent");
+  static const char call[] = "ncclEpEmuStreamWaitEvent";
+  return with(comm, call, [&](Lock &, Comm &c) { return queueEvent(*c.fabric, c.rank, event, stream, false, call); });
 }
 
 static ncclResult_t streamDelay(ncclComm_t comm, cudaStream_t stream, unsigned long long ns) {

@@ -71,6 +71,30 @@ static ncclResult_t noIsCapturing(epBackend *be, cudaStream_t stream, int *captu
   *capturing = 0;
   return ncclSuccess;
 }
+static ncclResult_t noStreamCreate(epBackend *be, cudaStream_t *stream) {
+  (void)be, (void)stream;
+  EP_UNSUPPORTED("a communication stream");
+}
+static ncclResult_t noStreamDestroy(epBackend *be, cudaStream_t stream) {
+  (void)be, (void)stream;
+  EP_UNSUPPORTED("a communication stream");
+}
+static ncclResult_t noEventCreate(epBackend *be, cudaEvent_t *event) {
+  (void)be, (void)event;
+  EP_UNSUPPORTED("an event");
+}
+static ncclResult_t noEventDestroy(epBackend *be, cudaEvent_t event) {
+  (void)be, (void)event;
+  EP_UNSUPPORTED("an event");
+}
+static ncclResult_t noEventRecord(epBackend *be, cudaEvent_t event, cudaStream_t stream) {
+  (void)be, (void)event, (void)stream;
+  EP_UNSUPPORTED("an event");
+}
+static ncclResult_t noStreamWait(epBackend *be, cudaStream_t stream, cudaEvent_t event) {
+  (void)be, (void)stream, (void)event;
+  EP_UNSUPPORTED("an event");
+}
 static ncclResult_t noIsDeviceAddress(epBackend *be, const void *dev, int *yes) {
   (void)be, (void)dev;
   *yes = 1;
@@ -101,6 +125,12 @@ const epBackendOps epBackendUnsupported = {.name = "none",
                                            .copyToHost = noCopyToHost,
                                            .synchronize = noSynchronize,
                                            .isCapturing = noIsCapturing,
+                                           .streamCreate = noStreamCreate,
+                                           .streamDestroy = noStreamDestroy,
+                                           .eventCreate = noEventCreate,
+                                           .eventDestroy = noEventDestroy,
+                                           .eventRecord = noEventRecord,
+                                           .streamWait = noStreamWait,
                                            .isDeviceAddress = noIsDeviceAddress,
                                            .relax = noRelax,
                                            .ginCreate = noGinCreate};
@@ -110,6 +140,7 @@ static int epOpsComplete(const epBackendOps *o) {
   return o && o->name && o->destroy && o->topology && o->allGather && o->alloc && o->free && o->allocMapped &&
          o->freeMapped && o->windowCreate && o->windowDestroy && o->windowAddress && o->kernel && o->launch &&
          o->memset && o->copyToDevice && o->copyToHost && o->synchronize && o->isCapturing && o->isDeviceAddress &&
+         o->streamCreate && o->streamDestroy && o->eventCreate && o->eventDestroy && o->eventRecord && o->streamWait &&
          o->relax && o->ginCreate;
 }
 

@@ -71,6 +71,14 @@ typedef struct epBackendOps {
   ncclResult_t (*copyToHost)(epBackend *be, void *host, const void *dev, size_t bytes);   /* synchronous */
   ncclResult_t (*synchronize)(epBackend *be, cudaStream_t stream);
   ncclResult_t (*isCapturing)(epBackend *be, cudaStream_t stream, int *capturing);
+  /* A stream of the highest priority that never waits for the default stream, and events without timing. The caller's events are as
+   * good as those made here; waiting for one that was never recorded is no wait. Possible while capturing. */
+  ncclResult_t (*streamCreate)(epBackend *be, cudaStream_t *stream);
+  ncclResult_t (*streamDestroy)(epBackend *be, cudaStream_t stream);
+  ncclResult_t (*eventCreate)(epBackend *be, cudaEvent_t *event);
+  ncclResult_t (*eventDestroy)(epBackend *be, cudaEvent_t event);
+  ncclResult_t (*eventRecord)(epBackend *be, cudaEvent_t event, cudaStream_t stream);
+  ncclResult_t (*streamWait)(epBackend *be, cudaStream_t stream, cudaEvent_t event);
   /* True when `dev` is memory that kernels of this rank can address (best effort; unknown answers 1). */
   ncclResult_t (*isDeviceAddress)(epBackend *be, const void *dev, int *yes);
   /* Lets a wait on the host give time to whoever makes progress (the emulator runs kernels here). Called in polling

@@ -3,6 +3,7 @@
 
 #include "fail.h"
 #include "low_latency.h"
+#include "operation.h"
 #include "runtime.h"
 #include "tensor.h"
 
@@ -27,7 +28,6 @@ static ncclResult_t epCombineConfigCheck(const char *call, const ncclEpCombineCo
   if (c->pass_direction != NCCL_EP_FWD_PASS && c->pass_direction != NCCL_EP_BWD_PASS)
     return epFail(ncclInvalidArgument, "%s: pass_direction is %d: expected an ncclEpPassDir_t", call,
                   (int)c->pass_direction);
-  if (c->send_only) return epFail(ncclInvalidUsage, "%s: send_only is not supported yet: expected 0", call);
   if (c->quant_recipe != NCCL_EP_COMB_QUANT_NONE)
     return epFail(c->quant_recipe == NCCL_EP_COMB_QUANT_NVFP4 ? ncclInvalidUsage : ncclInvalidArgument,
                   "%s: quant_recipe %d is not supported yet: expected NCCL_EP_COMB_QUANT_NONE", call,
@@ -132,19 +132,22 @@ ncclResult_t epCombine(const char *call, ncclEpHandle_t h, const ncclEpCombineIn
   epCombineArgs a;
   epConfig kc;
   epGrid grid;
-  epKernel *kernel;
-  epLaunch launch;
+  epOperation op;
+  epIssue how = {config->send_only != 0, ext->start_event, ext->epilogue_event, ext->done_event, ext->communication_stream,
+                 NULL};
   ncclResult_t r = epHandleFind(call, h);
   if (r != ncclSuccess) return r;
   g = h->group;
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
+  if (r == ncclSuccess) r = epStagedNone(call, h);
+  if (r == ncclSuccess) r = epIssueCheck(call, "ext_config", &how);
   if (r == ncclSuccess && epIsLl(g)) {
     r = epCombineNoOptions(call, ext);
-    return r == ncclSuccess ? epLlCombine(call, h, in, out, config, stream) : r;
+    return r == ncclSuccess ? epLlCombine(call, h, in, out, config, &how, stream) : r;
   }
   if (r == ncclSuccess) r = epCombineConfigCheck(call, config);
-  if (r == ncclSuccess) r = epHandleRouted(call, h, stream);
+  if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epCombineInputs(call, h, in, backward, &rowBytes, &dtype, &a);
   if (r == ncclSuccess) r = epCombineOutputs(call, h, in, out, backward, &a);
   if (r == ncclSuccess) r = epCombineBias(call, h, out, ext, &a, &bias);
@@ -153,13 +156,9 @@ ncclResult_t epCombine(const char *call, ncclEpHandle_t h, const ncclEpCombineIn
   kc.bias = bias;
   r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms, EP_KERNEL_COMBINE, &kc), EP_KERNEL_COMBINE, &kc,
                    &grid);
-  if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_COMBINE, &kc, stream, &kernel);
   if (r != ncclSuccess) return r;
-  a.group = epGroupArgsOf(g);
   a.recordLayout = epHandleRecordLayout(h);
   a.record = h->record;
-  a.pushBlocks = grid.pushBlocks;
-  a.blocks = grid.blocks;
-  launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
-  return epLaunchKernel(g, kernel, &launch, stream);
+  op = (epOperation){EP_KERNEL_COMBINE, kc, grid, &a, 1};
+  return epOperationRun(call, h, &op, &how, stream);
 }

@@ -15,6 +15,7 @@ typedef struct CUctx_st *epCuContext;
 typedef struct CUmod_st *epCuModule;
 typedef struct CUfunc_st *epCuFunction;
 typedef struct CUstream_st *epCuStream; /* cudaStream_t is the same pointer */
+typedef struct CUevent_st *epCuEvent;   /* cudaEvent_t is, too */
 
 enum { EP_CU_SUCCESS = 0, EP_CU_INVALID_VALUE = 1, EP_CU_NOT_READY = 600, EP_CU_CAPTURE_IMPLICIT = 906 };
 enum {
@@ -40,6 +41,7 @@ enum {
 enum { EP_CU_MEMORYTYPE_HOST = 1, EP_CU_MEMORYTYPE_DEVICE = 2 };
 enum { EP_CU_MEMHOSTALLOC_PORTABLE = 1, EP_CU_MEMHOSTALLOC_DEVICEMAP = 2 };
 enum { EP_CU_STREAM_NON_BLOCKING = 1 };
+enum { EP_CU_EVENT_DISABLE_TIMING = 2 };
 enum { EP_CU_CAPTURE_STATUS_NONE = 0, EP_CU_CAPTURE_MODE_RELAXED = 2 };
 
 /* X(slot, symbol, parameters), symbols not quoted so that tests can compare with cuda.h: they carry the ABI version
@@ -73,6 +75,12 @@ enum { EP_CU_CAPTURE_STATUS_NONE = 0, EP_CU_CAPTURE_MODE_RELAXED = 2 };
   X(pointerGetAttributes, cuPointerGetAttributes, (unsigned count, int *attributes, void **values, epCuPtr ptr)) \
   X(streamCreate, cuStreamCreate, (epCuStream * stream, unsigned flags))                                         \
   X(streamDestroy, cuStreamDestroy_v2, (epCuStream stream))                                                      \
+  X(streamCreateWithPriority, cuStreamCreateWithPriority, (epCuStream * stream, unsigned flags, int priority))   \
+  X(streamWaitEvent, cuStreamWaitEvent, (epCuStream stream, epCuEvent event, unsigned flags))                    \
+  X(ctxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, (int *least, int *greatest))                         \
+  X(eventCreate, cuEventCreate, (epCuEvent * event, unsigned flags))                                             \
+  X(eventDestroy, cuEventDestroy_v2, (epCuEvent event))                                                          \
+  X(eventRecord, cuEventRecord, (epCuEvent event, epCuStream stream))                                            \
   X(streamQuery, cuStreamQuery, (epCuStream stream))                                                             \
   X(streamSynchronize, cuStreamSynchronize, (epCuStream stream))                                                 \
   X(streamIsCapturing, cuStreamIsCapturing, (epCuStream stream, int *status))                                    \

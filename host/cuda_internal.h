@@ -71,6 +71,13 @@ ncclResult_t epCudaGinOpen(epCuda *be, epWindow *window, ncclResult_t found, int
 void epCudaGinDestroy(epCuda *be, epCudaGin *gin);
 ncclWindow_t epCudaWindowSetGin(epWindow *window, epCudaGin *gin);
 
+ncclResult_t epCudaStreamCreate(epBackend *base, cudaStream_t *stream);
+ncclResult_t epCudaStreamDestroy(epBackend *base, cudaStream_t stream);
+ncclResult_t epCudaEventCreate(epBackend *base, cudaEvent_t *event);
+ncclResult_t epCudaEventDestroy(epBackend *base, cudaEvent_t event);
+ncclResult_t epCudaEventRecord(epBackend *base, cudaEvent_t event, cudaStream_t stream);
+ncclResult_t epCudaStreamWait(epBackend *base, cudaStream_t stream, cudaEvent_t event);
+
 ncclResult_t epCudaIsDeviceAddress(epBackend *base, const void *dev, int *yes);
 
 ncclResult_t epCudaKernel(epBackend *base, int kernelId, const epConfig *config, epKernel **out);

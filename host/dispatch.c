@@ -3,6 +3,7 @@
 
 #include "fail.h"
 #include "low_latency.h"
+#include "operation.h"
 #include "runtime.h"
 #include "scales.h"
 #include "sizes.h"
@@ -76,7 +77,6 @@ static ncclResult_t epDispatchConfigCheck(const char *call, const ncclEpDispatch
   if (c->pass_direction != NCCL_EP_FWD_PASS && c->pass_direction != NCCL_EP_BWD_PASS)
     return epFail(ncclInvalidArgument, "%s: pass_direction is %d: expected an ncclEpPassDir_t", call,
                   (int)c->pass_direction);
-  if (c->send_only) return epFail(ncclInvalidUsage, "%s: send_only is not supported yet: expected 0", call);
   if (info && (unsigned)info->recv_topk_idx_kind > NCCL_EP_EXPERT_ID_GLOBAL)
     return epFail(ncclInvalidArgument, "%s: layout_info.recv_topk_idx_kind is %d: expected an ncclEpExpertIdKind_t",
                   call, (int)info->recv_topk_idx_kind);
@@ -218,8 +218,9 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   epDispatchArgs a;
   epConfig kc;
   epGrid grid;
-  epKernel *kernel;
-  epLaunch launch;
+  epOperation op;
+  epIssue how = {config->send_only != 0, ext->start_event, ext->epilogue_event, ext->done_event, ext->communication_stream,
+                 NULL};
   int capturing = 0;
   void *shared = NULL;
   const char *obstacle;
@@ -228,7 +229,9 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   g = h->group;
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
-  if (r == ncclSuccess && epIsLl(g)) return epLlDispatch(call, h, in, out, info, config, ext, stream);
+  if (r == ncclSuccess) r = epStagedNone(call, h);
+  if (r == ncclSuccess) r = epIssueCheck(call, "ext_config", &how);
+  if (r == ncclSuccess && epIsLl(g)) return epLlDispatch(call, h, in, out, info, config, ext, &how, stream);
   if (r == ncclSuccess) r = epDispatchConfigCheck(call, config, info);
   if (r == ncclSuccess) r = epScalesRecipe(call, config, &forwarded);
   if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
@@ -244,7 +247,7 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   if (g->config.zero_copy != NCCL_EP_ZERO_COPY_ON &&
       !epPolicyDirectPays(&g->topology, epCallSms(g, ext->num_sms, EP_KERNEL_DISPATCH, &kc)))
     kc.direct = 0;
-  if (h->pending.on) {
+  if (h->pending.on && !epInParts(&how)) {
     epMoveFused(&kc, h->pending.indices.bytes);
     r = g->be->ops->isCapturing(g->be, stream, &capturing);
   }
@@ -252,23 +255,18 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
     r = epPolicyMove(call, &g->topology, epCallSms(g, ext->num_sms, EP_KERNEL_DISPATCH, &kc), EP_KERNEL_DISPATCH, &kc,
                      &grid);
   if (r == ncclSuccess) r = epDirectAsked(call, g, &kc, obstacle);
-  if (r == ncclSuccess && !kc.fused) r = epHandleRouted(call, h, stream);
-  if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_DISPATCH, &kc, stream, &kernel);
   if (r != ncclSuccess) return r;
-  a.group = epGroupArgsOf(g);
   a.recordLayout = epHandleRecordLayout(h);
   a.record = h->record;
   a.fillTail = g->budget != 0; /* eager outputs have no tail */
   a.globalIdx = info && info->recv_topk_idx_kind == NCCL_EP_EXPERT_ID_GLOBAL;
-  a.pushBlocks = grid.pushBlocks;
-  a.blocks = grid.blocks;
   if (kc.fused) {
     a.update = h->pending.update;
     a.update.firstBlock = grid.pushBlocks;
     a.update.blocks = epPolicyFusedBlocks(&g->topology, &grid, a.numTokens);
   }
-  launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
-  r = epLaunchKernel(g, kernel, &launch, stream);
-  if (r == ncclSuccess && kc.fused) epUpdateIssued(h, capturing, stream);
+  op = (epOperation){EP_KERNEL_DISPATCH, kc, grid, &a, !kc.fused};
+  r = epOperationRun(call, h, &op, &how, stream);
+  if (r == ncclSuccess && kc.fused) epUpdateIssued(h, capturing, how.work);
   return r;
 }

@@ -4,12 +4,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "env.h"
 #include "fail.h"
 #include "hybrid.h"
 #include "links_find.h"
 #include "low_latency.h"
 #include "masks.h"
+#include "operation.h"
 #include "object.h"
+
+#define EP_IN_FLIGHT 2u /* staged operations, where nobody says another number: one micro-batch beside another */
 
 ncclResult_t epGroupFind(const char *call, ncclEpGroup_t group) {
   if (group && epObjectExists(group, EP_OBJECT_GROUP)) return ncclSuccess;
@@ -63,6 +67,10 @@ static ncclResult_t epGroupRelease(struct ncclEpGroup *g) {
     r = epHandleOrphan(g->handles);
     first = first == ncclSuccess ? r : first;
   }
+  r = epStreamsRelease(g);
+  first = first == ncclSuccess ? r : first;
+  r = epSlotsRelease(g);
+  first = first == ncclSuccess ? r : first;
   if (g->window) {
     r = ops->windowDestroy(g->be, g->window);
     first = first == ncclSuccess ? r : first;
@@ -93,7 +101,7 @@ static ncclResult_t epGroupRelease(struct ncclEpGroup *g) {
 
 /* Collective: ranks compare configurations, and how each fared so far. */
 static ncclResult_t epGroupAgree(struct ncclEpGroup *g, ncclResult_t status) {
-  epGroupWire mine = epGroupWireOf(&g->config, &g->shape, status), *all = calloc(g->shape.ranks, sizeof *all);
+  epGroupWire mine = epGroupWireOf(&g->config, &g->shape, g->maxInFlight, status), *all = calloc(g->shape.ranks, sizeof *all);
   ncclResult_t r;
   if (!all) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
   r = g->be->ops->allGather(g->be, &mine, all, sizeof mine);
@@ -115,13 +123,14 @@ static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
       r = epFail(ncclInternalError, "ncclEpCreateGroup: the window of rank %u is not reachable from rank %d", i,
                  g->topology.rank);
   if (r == ncclSuccess) r = g->be->ops->copyToDevice(g->be, g->windowTable, peers, g->shape.ranks * sizeof *peers);
-  if (r == ncclSuccess && epIsHybrid(g)) r = epHybridOpen(g);
+  if (r == ncclSuccess && epIsHybrid(g)) r = epHybridConnect(g, g->window, 0, &g->hybrid.gin);
   return r;
 }
 
 /* Options beyond the configuration. */
 static ncclResult_t epGroupOptions(struct ncclEpGroup *g, const ncclEpGroupExtConfig_t *ext) {
   static const char call[] = "ncclEpCreateGroup";
+  uint64_t number;
   if (ext->single_reduction != 0 && ext->single_reduction != 1)
     return epFail(ncclInvalidArgument, "%s: ext_config.single_reduction is %d: expected 0 or 1", call,
                   ext->single_reduction);
@@ -133,6 +142,11 @@ static ncclResult_t epGroupOptions(struct ncclEpGroup *g, const ncclEpGroupExtCo
         call);
   if (ext->single_reduction) g->shape.stageRows = g->shape.maxTokens * g->shape.topk;
   g->be->trafficClass = ext->traffic_class;
+  if (ext->max_in_flight > EP_MAX_IN_FLIGHT)
+    return epFail(ncclInvalidArgument, "%s: ext_config.max_in_flight is %u: expected at most %u", call,
+                  ext->max_in_flight, EP_MAX_IN_FLIGHT);
+  g->maxInFlight = ext->max_in_flight ? ext->max_in_flight : EP_IN_FLIGHT;
+  if (epEnvNumber(EP_ENV_MAX_IN_FLIGHT, 0, EP_MAX_IN_FLIGHT, &number)) g->maxInFlight = (uint32_t)number;
   return ncclSuccess;
 }
 

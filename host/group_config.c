@@ -88,12 +88,15 @@ static const char *const epWireNames[EP_WIRE_FIELDS] = {"status",
                                                         "enable_mask",
                                                         "zero_copy",
                                                         "overflow_policy",
-                                                        "single_reduction"};
+                                                        "single_reduction",
+                                                        "max_in_flight"};
 
-epGroupWire epGroupWireOf(const ncclEpGroupConfig_t *c, const epShape *shape, ncclResult_t status) {
+epGroupWire epGroupWireOf(const ncclEpGroupConfig_t *c, const epShape *shape, uint32_t maxInFlight,
+                          ncclResult_t status) {
   epGroupWire w = {{(uint64_t)status, NCCL_EP_VERSION_CODE, EP_RECORD_VERSION, (uint64_t)c->algorithm, c->num_experts,
                     c->max_dispatch_tokens_per_rank, c->max_recv_tokens_per_rank, c->max_token_bytes, shape->topk,
-                    c->enable_mask, (uint64_t)c->zero_copy, (uint64_t)c->overflow_policy, epShapeSingle(shape)}};
+                    c->enable_mask, (uint64_t)c->zero_copy, (uint64_t)c->overflow_policy, epShapeSingle(shape),
+                    maxInFlight}};
   return w;
 }
 

@@ -185,6 +185,8 @@ ncclResult_t epHandleOrphan(struct ncclEpHandle *h) {
   epCountsGive(g, h);
   if (h->owned) r = g->be->ops->free(g->be, h->record);
   h->record = NULL;
+  free(h->staged); /* its slot stays taken: peers may complete what this rank will not */
+  h->staged = NULL;
   h->owned = 0;
   h->group = NULL;
   return r;

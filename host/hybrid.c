@@ -80,12 +80,11 @@ void epHybridLayouts(struct ncclEpGroup *g) {
   g->scratchLayout.bytes = end;
 }
 
-ncclResult_t epHybridOpen(struct ncclEpGroup *g) {
+ncclResult_t epHybridConnect(struct ncclEpGroup *g, epWindow *window, unsigned slot, epGin *out) {
   const epHybridLayout *l = &g->hybrid.layout;
-  epGroupState *state = (epGroupState *)((uint8_t *)g->scratch + g->scratchLayout.state);
-  return g->be->ops->ginCreate(g->be, g->window, l->contexts,
-                               epSignalCount((uint32_t)g->topology.scaleOutRanks, l->channels), &state->aborted,
-                               &g->hybrid.gin);
+  epGroupState *state = (epGroupState *)((uint8_t *)g->scratch + epSlotState(slot));
+  return g->be->ops->ginCreate(g->be, window, l->contexts,
+                               epSignalCount((uint32_t)g->topology.scaleOutRanks, l->channels), &state->aborted, out);
 }
 
 size_t epHybridRecordBytes(const struct ncclEpGroup *g, uint32_t topk) {
@@ -96,7 +95,8 @@ size_t epHybridRecordBytes(const struct ncclEpGroup *g, uint32_t topk) {
 
 int epHybridKernel(int id, const epConfig *config) { return config->scaleUp ? id + EP_KERNEL_HYBRID_UPDATE : id; }
 
-ncclResult_t epLaunchKernel(struct ncclEpGroup *g, epKernel *kernel, const epLaunch *launch, cudaStream_t stream) {
+ncclResult_t epLaunchKernel(struct ncclEpGroup *g, const epHybridGroup *hybrid, epKernel *kernel,
+                            const epLaunch *launch, cudaStream_t stream) {
   union {
     epHybridUpdateArgs update;
     epHybridDispatchArgs dispatch;
@@ -105,13 +105,13 @@ ncclResult_t epLaunchKernel(struct ncclEpGroup *g, epKernel *kernel, const epLau
   } args;
   epLaunch wide = *launch;
   if (!epIsHybrid(g)) return g->be->ops->launch(g->be, kernel, launch, stream);
-  if (launch->argBytes + sizeof g->hybrid > sizeof args)
+  if (launch->argBytes + sizeof *hybrid > sizeof args)
     return epFail(ncclInternalError, "arguments of %zu bytes: a hybrid kernel has at most %zu", launch->argBytes,
-                  sizeof args - sizeof g->hybrid);
+                  sizeof args - sizeof *hybrid);
   memcpy(args.bytes, launch->args, launch->argBytes);
-  memcpy(args.bytes + launch->argBytes, &g->hybrid, sizeof g->hybrid);
+  memcpy(args.bytes + launch->argBytes, hybrid, sizeof *hybrid);
   wide.args = &args;
-  wide.argBytes = launch->argBytes + sizeof g->hybrid;
+  wide.argBytes = launch->argBytes + sizeof *hybrid;
   return g->be->ops->launch(g->be, kernel, &wide, stream);
 }
 

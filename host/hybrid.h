@@ -9,8 +9,8 @@ int epIsHybrid(const struct ncclEpGroup *group);
 ncclResult_t epHybridPlan(struct ncclEpGroup *group);
 /* Window and scratch layouts of the group instead of the plain ones. */
 void epHybridLayouts(struct ncclEpGroup *group);
-/* The network of the group's window. Collective. */
-ncclResult_t epHybridOpen(struct ncclEpGroup *group);
+/* The network of the window of a slot. Collective. */
+ncclResult_t epHybridConnect(struct ncclEpGroup *group, epWindow *window, unsigned slot, epGin *out);
 size_t epHybridRecordBytes(const struct ncclEpGroup *group, uint32_t topk);
 /* The kernel that does what plain kernel `id` does, if the configuration is one of several domains; else `id`. */
 int epHybridKernel(int id, const epConfig *config);

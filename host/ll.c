@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "operation.h"
 #include "scales.h"
 #include "sizes.h"
 #include "tensor.h"
@@ -73,6 +74,7 @@ ncclResult_t epLlUpdateLaunch(const char *call, struct ncclEpHandle *h, const ep
   epGrid grid;
   epKernel *kernel;
   epLaunch launch;
+  epIssue how = {0};
   ncclResult_t r;
   memset(&a, 0, sizeof a);
   c.indexBytes = indices->bytes;
@@ -86,7 +88,9 @@ ncclResult_t epLlUpdateLaunch(const char *call, struct ncclEpHandle *h, const ep
   a.tokens = indices->tokens;
   a.blocks = grid.blocks;
   launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
-  return g->be->ops->launch(g->be, kernel, &launch, stream);
+  r = epStreamsBegin(g, &how, stream);
+  if (r == ncclSuccess) r = g->be->ops->launch(g->be, kernel, &launch, stream);
+  return r == ncclSuccess ? epStreamsEnd(g, &how) : r;
 }
 
 ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *h, const epIndices *indices,
@@ -151,12 +155,11 @@ static ncclResult_t tokensCheck(epArgName name, const struct ncclEpHandle *h, co
   return r;
 }
 
-static ncclResult_t passCheck(const char *call, ncclEpPassDir_t pass, unsigned sendOnly) {
+static ncclResult_t passCheck(const char *call, ncclEpPassDir_t pass) {
   if (pass == NCCL_EP_BWD_PASS)
     return epFail(ncclInvalidUsage, "%s: pass_direction is backward: low latency has the forward pass only", call);
   if (pass != NCCL_EP_FWD_PASS)
     return epFail(ncclInvalidArgument, "%s: pass_direction is %d: expected an ncclEpPassDir_t", call, (int)pass);
-  if (sendOnly) return epFail(ncclInvalidUsage, "%s: send_only is not supported yet: expected 0", call);
   return ncclSuccess;
 }
 
@@ -285,18 +288,17 @@ static ncclResult_t dispatchExtras(const char *call, const struct ncclEpHandle *
 
 ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
                           const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config,
-                          const ncclEpDispatchExtConfig_t *ext, cudaStream_t stream) {
+                          const ncclEpDispatchExtConfig_t *ext, epIssue *how, cudaStream_t stream) {
   struct ncclEpGroup *g = h->group;
   uint32_t rowBytes = 0, scaleBytes = 0;
   int forwarded = 0;
   epLlDispatchArgs a;
   epConfig c;
   epGrid grid;
-  epKernel *kernel;
-  epLaunch launch;
+  epOperation op;
   ncclResult_t r;
   memset(&a, 0, sizeof a);
-  r = passCheck(call, config->pass_direction, config->send_only);
+  r = passCheck(call, config->pass_direction);
   if (r == ncclSuccess) r = epScalesRecipe(call, config, &forwarded);
   if (r == ncclSuccess) r = dispatchOptionsCheck(call, ext);
   if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
@@ -308,9 +310,7 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
   c = configOf(g, kindOf(h), h->topk, rowBytes, EP_DTYPE_BYTES, h->layout == NCCL_EP_LAYOUT_RANK_MAJOR);
   c.scaleBytes = scaleBytes;
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, a.numTokens, &c, &grid);
-  if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_LL_DISPATCH, &c, stream, &kernel);
   if (r != ncclSuccess) return r;
-  a.group = epGroupArgsOf(g);
   a.window = epLlWindowLayoutOf(g->shape);
   a.recordLayout = epLlHandleLayout(h);
   a.record = h->record;
@@ -318,13 +318,11 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
                               : (epLlDecisions){h->record + a.recordLayout.topk, 0, 0};
   a.tokensHeld = !tokensKnown(h);
   a.tokensABlock = epLlTokensABlock(a.numTokens, grid.pushBlocks, h->topk);
-  a.pushBlocks = grid.pushBlocks;
-  a.blocks = grid.blocks;
-  launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
-  r = g->be->ops->launch(g->be, kernel, &launch, stream);
+  op = (epOperation){EP_KERNEL_LL_DISPATCH, c, grid, &a, 0};
+  r = epOperationRun(call, h, &op, how, stream);
   if (r != ncclSuccess) return r;
   h->pending.on = 0;
-  h->dispatched = 1;
+  h->dispatched = !how->sendOnly; /* its completion says so */
   return ncclSuccess;
 }
 
@@ -333,7 +331,7 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
 static ncclResult_t combineConfigCheck(const char *call, const struct ncclEpHandle *h, const ncclEpCombineConfig_t *c,
                                        const ncclEpCombineInputs_t *in) {
   const epArgName weights = {call, "inputs.topk_weights"};
-  ncclResult_t r = passCheck(call, c->pass_direction, c->send_only);
+  ncclResult_t r = passCheck(call, c->pass_direction);
   if (r == ncclSuccess && c->quant_recipe != NCCL_EP_COMB_QUANT_NONE)
     r = epFail(c->quant_recipe == NCCL_EP_COMB_QUANT_NVFP4 ? ncclInvalidUsage : ncclInvalidArgument,
                "%s: quant_recipe %d is not supported yet: expected NCCL_EP_COMB_QUANT_NONE",
@@ -371,14 +369,14 @@ static ncclResult_t combineTensors(const char *call, const struct ncclEpHandle *
 }
 
 ncclResult_t epLlCombine(const char *call, struct ncclEpHandle *h, const ncclEpCombineInputs_t *in,
-                         const ncclEpCombineOutputs_t *out, const ncclEpCombineConfig_t *config, cudaStream_t stream) {
+                         const ncclEpCombineOutputs_t *out, const ncclEpCombineConfig_t *config, epIssue *how,
+                         cudaStream_t stream) {
   struct ncclEpGroup *g = h->group;
   uint32_t rowBytes = 0, dtype = 0;
   epLlCombineArgs a;
   epConfig c;
   epGrid grid;
-  epKernel *kernel;
-  epLaunch launch;
+  epOperation op;
   ncclResult_t r;
   memset(&a, 0, sizeof a);
   r = h->pending.on ? ncclSuccess /* refused below */ : epHandleRouted(call, h, stream);
@@ -387,17 +385,13 @@ ncclResult_t epLlCombine(const char *call, struct ncclEpHandle *h, const ncclEpC
   if (r != ncclSuccess) return r;
   c = configOf(g, kindOf(h), h->topk, rowBytes, dtype, 0);
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_COMBINE, a.numTokens, &c, &grid);
-  if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_LL_COMBINE, &c, stream, &kernel);
   if (r != ncclSuccess) return r;
-  a.group = epGroupArgsOf(g);
   a.window = epLlWindowLayoutOf(g->shape);
   a.recordLayout = epLlHandleLayout(h);
   a.record = h->record;
   a.tokensHeld = !tokensKnown(h);
-  a.pushBlocks = grid.pushBlocks;
-  a.blocks = grid.blocks;
-  launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, &a, sizeof a};
-  return g->be->ops->launch(g->be, kernel, &launch, stream);
+  op = (epOperation){EP_KERNEL_LL_COMBINE, c, grid, &a, 0};
+  return epOperationRun(call, h, &op, how, stream);
 }
 
 /* ---- Prepare ------------------------------------------------------------------------------------------------------- */

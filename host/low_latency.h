@@ -3,7 +3,7 @@
 #define EP_HOST_LOW_LATENCY_H_
 
 #include "ll_layout.h"
-#include "runtime.h"
+#include "streams.h"
 
 int epIsLl(const struct ncclEpGroup *group);
 /* The window's bytes, refused beyond what low latency is for. */
@@ -19,10 +19,11 @@ ncclResult_t epLlUpdateLaunch(const char *call, struct ncclEpHandle *handle, con
                               cudaStream_t stream);
 ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *handle, const ncclEpDispatchInputs_t *in,
                           const ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info,
-                          const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext,
+                          const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext, epIssue *how,
                           cudaStream_t stream);
 ncclResult_t epLlCombine(const char *call, struct ncclEpHandle *handle, const ncclEpCombineInputs_t *in,
-                         const ncclEpCombineOutputs_t *out, const ncclEpCombineConfig_t *config, cudaStream_t stream);
+                         const ncclEpCombineOutputs_t *out, const ncclEpCombineConfig_t *config, epIssue *how,
+                         cudaStream_t stream);
 
 /* Sets threads, and gives the grid. `tokens`: T, the best guess of the work there is. */
 ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned sms, int kernelId, uint32_t tokens,

@@ -4,6 +4,7 @@
 #include "fail.h"
 #include "hybrid.h"
 #include "low_latency.h"
+#include "operation.h"
 #include "runtime.h"
 #include "sizes.h"
 #include "tensor.h"
@@ -47,7 +48,7 @@ ncclResult_t epGroupProperties(ncclEpGroup_t g, ncclEpGroupProperties_t *p) {
   p->num_sms_combine = (int)epBlocks(g, EP_KERNEL_COMBINE, EP_LAYOUT_KIND_FLAT);
   p->num_sms_dispatch_expert_major = (int)epBlocks(g, EP_KERNEL_DISPATCH, EP_LAYOUT_KIND_EXPERT_MAJOR);
   p->num_sms_combine_expert_major = (int)epBlocks(g, EP_KERNEL_COMBINE, EP_LAYOUT_KIND_EXPERT_MAJOR);
-  p->max_in_flight = 0; /* nothing is staged yet */
+  p->max_in_flight = (int)g->maxInFlight;
   p->window_bytes = g->windowLayout.bytes;
   p->scratch_bytes = g->scratchLayout.bytes;
   p->timeout_ns = g->config.timeout_ns;
@@ -86,7 +87,7 @@ static ncclResult_t epPrepareMove(const struct ncclEpGroup *g, const ncclEpPrepa
   return r;
 }
 
-ncclResult_t epPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareConfig_t *c, epWishes *out) {
+static ncclResult_t epPrepareWhole(const struct ncclEpGroup *g, const ncclEpPrepareConfig_t *c, epWishes *out) {
   static const char call[] = "ncclEpPrepare";
   epConfig kc;
   epGrid grid;
@@ -118,13 +119,26 @@ ncclResult_t epPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareCon
   return r;
 }
 
+ncclResult_t epPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareConfig_t *c, epWishes *out) {
+  ncclResult_t r = epPrepareWhole(g, c, out);
+  if (r == ncclSuccess && c->in_flight) epWishParts(out);
+  return r;
+}
+
 ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
   static const char call[] = "ncclEpPrepare";
   epWishes wishes;
   ncclResult_t r = epGroupFind(call, g);
   if (r == ncclSuccess) r = epPrepareWishes(g, c, &wishes);
+  if (r == ncclSuccess && c->in_flight > g->maxInFlight)
+    r = epFail(ncclInvalidArgument, "%s: in_flight is %u: expected at most max_in_flight, %u", call, c->in_flight,
+               g->maxInFlight);
+  if (r == ncclSuccess && c->in_flight && g->config.enable_mask)
+    r = epFail(ncclInvalidUsage, "%s: in_flight is %u: not supported yet in a group with enable_mask: expected 0", call,
+               c->in_flight);
   if (r == ncclSuccess) r = epRefuseCapture(call, g, NULL, "kernels cannot be compiled then");
-  return r == ncclSuccess ? epKernelCompileAll(g, &wishes) : r;
+  if (r == ncclSuccess) r = epKernelCompileAll(g, &wishes);
+  return r == ncclSuccess ? epSlotsOpen(call, g, c->in_flight, NULL) : r;
 }
 
 ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config, ncclEpBufferSize_t *sizes) {

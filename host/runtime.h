@@ -48,6 +48,23 @@ typedef struct epProfiling {
   uint32_t told; /* operations that the caller has been told of */
 } epProfiling;
 
+/* What a staged operation works on beside its state in the group's scratch (layout.h, EP_SLOTS). */
+typedef struct epSlot {
+  int ready, taken;
+  epWindow *window;
+  void *windowTable;     /* device: R window addresses */
+  epHybridGroup network; /* several scale-up domains: of the window */
+} epSlot;
+
+/* A group's own stream, and the order of its calls on different streams from then on (streams.c). */
+typedef struct epStreams {
+  cudaStream_t own;        /* NULL: not asked for yet */
+  cudaEvent_t fork, last;  /* the last call's work, on lastStream */
+  cudaStream_t lastStream;
+  int recorded;  /* `last` was */
+  int capturing; /* the stream of the call under way */
+} epStreams;
+
 struct ncclEpGroup {
   epBackend *be;
   epTopology topology;
@@ -73,6 +90,9 @@ struct ncclEpGroup {
   int kernelCount, kernelRoom;
   epCountsChunk *counts;
   struct ncclEpHandle *handles; /* list */
+  uint32_t maxInFlight;         /* staged operations */
+  epSlot slots[EP_MAX_IN_FLIGHT];
+  epStreams streams;
   uint32_t updatesIssued;       /* generation of the last update that was launched outside of captures */
   int updatesCaptured;          /* graphs may add updates that the host cannot count */
   int lost;                     /* atomic: a wait gave up, generations of the ranks may differ */
@@ -107,6 +127,7 @@ struct ncclEpHandle {
   int adds;            /* low latency: dispatches add to the experts' counters */
   int dispatched;      /* low latency: the record holds what combine needs */
   cudaStream_t stream; /* of the last update */
+  struct epStaged *staged; /* operation.c; NULL: there never was one */
   struct {
     int on; /* the last update borrowed these and launched nothing: the first dispatch does its work */
     epIndices indices;
@@ -131,12 +152,13 @@ ncclResult_t epGroupConfigCheck(const ncclEpGroupConfig_t *given, const epTopolo
 typedef struct epGroupWire {
   uint64_t field[EP_WIRE_FIELDS];
 } epGroupWire;
-epGroupWire epGroupWireOf(const ncclEpGroupConfig_t *config, const epShape *shape, ncclResult_t status);
+epGroupWire epGroupWireOf(const ncclEpGroupConfig_t *config, const epShape *shape, uint32_t maxInFlight,
+                          ncclResult_t status);
 ncclResult_t epGroupWireCompare(const epGroupWire *all, int ranks);
 
 /* ---- ahead.c */
 /* Kernels that are needed now or soon. */
-#define EP_WISHES 8
+#define EP_WISHES 20
 typedef struct epWishes {
   struct {
     int id;
@@ -161,8 +183,9 @@ ncclResult_t epKernelCompileAll(struct ncclEpGroup *group, const epWishes *wishe
 /* What a new handle will most likely launch: its first call may be under capture, when nothing can be compiled. A guess, and
  * without a word where it cannot be done. */
 void epAheadOfHandle(struct ncclEpGroup *group, ncclEpLayout_t layout, uint32_t topk);
-/* Every launch of the high-throughput kernels: hybrid.c adds what theirs need. */
-ncclResult_t epLaunchKernel(struct ncclEpGroup *group, epKernel *kernel, const epLaunch *launch, cudaStream_t stream);
+/* Every launch: hybrid.c adds what kernels of several scale-up domains need, of the window that they work on. */
+ncclResult_t epLaunchKernel(struct ncclEpGroup *group, const epHybridGroup *hybrid, epKernel *kernel,
+                            const epLaunch *launch, cudaStream_t stream);
 ncclResult_t epRefuseCapture(const char *call, struct ncclEpGroup *group, cudaStream_t stream, const char *why);
 
 /* ---- error.c */

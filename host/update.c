@@ -4,6 +4,7 @@
 #include "fail.h"
 #include "hybrid.h"
 #include "low_latency.h"
+#include "operation.h"
 #include "runtime.h"
 #include "tensor.h"
 
@@ -104,6 +105,7 @@ static ncclResult_t epUpdateLaunch(const char *call, struct ncclEpHandle *h, con
   epGrid grid;
   epKernel *kernel;
   epLaunch launch;
+  epIssue how = {0};
   int capturing = 0;
   ncclResult_t r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, indices->tokens, &config, &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_UPDATE, &config, stream, &kernel);
@@ -111,7 +113,9 @@ static ncclResult_t epUpdateLaunch(const char *call, struct ncclEpHandle *h, con
   if (r != ncclSuccess) return r;
   a->blocks = grid.blocks;
   launch = (epLaunch){grid.blocks, grid.threads, grid.smemBytes, a, sizeof *a};
-  r = epLaunchKernel(g, kernel, &launch, stream);
+  r = epStreamsBegin(g, &how, stream);
+  if (r == ncclSuccess) r = epLaunchKernel(g, &g->hybrid, kernel, &launch, stream);
+  if (r == ncclSuccess) r = epStreamsEnd(g, &how);
   if (r == ncclSuccess) epUpdateIssued(h, capturing, stream);
   return r;
 }
@@ -127,6 +131,7 @@ ncclResult_t epUpdate(const char *call, ncclEpHandle_t h, const ncclEpTensor_t *
   g = h->group;
   memset(&a, 0, sizeof a);
   r = epGroupUsable(call, g);
+  if (r == ncclSuccess) r = epStagedNone(call, h);
   if (r == ncclSuccess) r = epUpdateIndices(call, h, topk, &indices);
   if (r == ncclSuccess) h->adds = (options & EP_UPDATE_ADD) != 0;
   if (r == ncclSuccess && epIsLl(g)) return epLlUpdate(call, h, &indices, info, borrow, stream);

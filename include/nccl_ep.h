@@ -49,6 +49,19 @@
  *              that overruns its window, and a window of another communicator (NCCL 2.28 tells neither: there the
  *              first is the caller's to avoid, and the second is staged). A window more than 32 GiB away from the
  *              group's in NCCL's address space is staged, too.
+ *   Staging    Dispatch and combine with send_only do their sending part alone, which moves this rank's rows to the peers;
+ *              ncclEpComplete on the handle does the receiving part, which arranges or sums what arrives. In every
+ *              algorithm, layout and pass. Between the two the caller's other work runs, and other operations of the group,
+ *              staged or not; the outputs are undefined, inputs and biases stay as they are. A handle has one staged operation at
+ *              a time: until it is completed, calls that would update the handle or move rows along it are refused.
+ *              A group has at most max_in_flight (2 unless ncclEpCreateGroupExt or NCCL_EP_MAX_IN_FLIGHT says another number;
+ *              ncclEpGetGroupProperties tells it); one more is refused. All ranks send and complete in the same order. Each that is in
+ *              flight takes memory as large as the group's window, made by the first call that needs it: that call is
+ *              host-blocking like the making of a group, and not possible while capturing. ncclEpPrepare (in_flight) makes it
+ *              before. ncclEpComplete's stream is the send's, or one that waits for it. A handle that is destroyed with a
+ *              staged operation leaves its memory taken until the group is destroyed. A graph holds both parts of its
+ *              staged operations, and is replayed while no other ones are in flight than were when it was captured. Not
+ *              supported yet with enable_mask.
  *   Graphs     ncclEpUpdateHandle, ncclEpDispatch, ncclEpCombine and ncclEpComplete can be captured, once the kernels
  *              they need are compiled (by an earlier call of the same shape, or ncclEpPrepare). The number of tokens is
  *              fixed by the capture; a row of -1 in topk_idx is an inactive token.
@@ -497,7 +510,7 @@ NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpDispatchOutputs_t, scales, 24);
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  unsigned int send_only;         /* nonzero: only the sending part, ncclEpComplete does the rest. Not supported yet */
+  unsigned int send_only;         /* nonzero: only the sending part, ncclEpComplete does the rest: see "Staging" above */
   unsigned int round_scales;      /* scales to powers of two, for recipes that make scales; else must be 0 */
   ncclEpPassDir_t pass_direction; /* forward unless set */
   ncclEpDispQuant_t quant_recipe; /* (version 2) whether scales travel too */
@@ -555,7 +568,7 @@ NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpCombineOutputs_t, tokens, 8);
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  unsigned int send_only;         /* as in ncclEpDispatchConfig_t. Not supported yet */
+  unsigned int send_only;         /* as in ncclEpDispatchConfig_t */
   ncclEpPassDir_t pass_direction; /* forward unless set */
   ncclEpCombQuant_t quant_recipe; /* (version 2) how expert outputs travel */
 } ncclEpCombineConfig_t;
@@ -734,8 +747,11 @@ ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *i
                            const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
                            cudaStream_t stream);
 
-/* ncclEpComplete: the receiving part of a staged (send_only) operation. With nothing staged it succeeds and does
- * nothing; staging is not supported yet, so there is never anything staged. */
+/* ncclEpComplete: the receiving part of the handle's staged (send_only) operation: see "Staging" above. With nothing staged it
+ * succeeds and does nothing.
+ *   config  NULL, or without options
+ *   stream  the sending part's, or one that waits for it
+ * Collective, asynchronous, capturable. */
 ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t *config, cudaStream_t stream);
 
 /* ---- Masks ----------------------------------------------------------------------------------------------------------

@@ -119,6 +119,9 @@ typedef struct {
   /* Several scale-up domains: the traffic class of this group's connections over the network, as NCCL's trafficClass, plus 1; 0: that
    * of the communicator. Without effect within one domain. ncclInvalidUsage before NCCL 2.30. */
   unsigned int traffic_class;
+  /* Staged operations that may be in flight, 1 to 8, the same on all ranks; 0: 2. Environment: NCCL_EP_MAX_IN_FLIGHT, where 0 is none.
+   * Each takes memory as large as the window, when it is first needed. */
+  unsigned int max_in_flight;
 } ncclEpGroupExtConfig_t;
 #define NCCL_EP_GROUP_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupExtConfig_t, NCCL_EP_MAGIC)
 /* ncclEpCreateGroupExt: ncclEpCreateGroup, with options.
@@ -267,8 +270,6 @@ ncclResult_t ncclEpCombineExt(ncclEpHandle_t handle, const ncclEpCombineInputs_t
 
 /* ---- Streams and events --------------------------------------------------------------------------------------------
  *
- * Not supported yet: what is given of it is refused.
- *
  * Every dispatch and combine has a sending part, which moves this rank's rows to the peers, and a receiving part (its
  * epilogue), which arranges or sums what arrives. With send_only the call does the first alone, and ncclEpComplete the
  * second: see "Staging" in nccl_ep.h.
@@ -283,9 +284,9 @@ ncclResult_t ncclEpCombineExt(ncclEpHandle_t handle, const ncclEpCombineInputs_t
  *
  * The communication stream belongs to the group (ncclEpGetCommunicationStream). A call that asks for it leaves `stream` free:
  * the work waits for start_event, or without one for all that `stream` holds at the call, and nothing in `stream` waits for the
- * work but what the caller makes wait for done_event, which is therefore required unless send_only. In a group that has used
- * its communication stream all calls that queue work run in the order in which they were made, whatever their streams, except
- * while capturing, where their order is the caller's.
+ * work but what the caller makes wait for done_event, which is therefore required unless send_only. From the moment that it is
+ * made (ncclEpGetCommunicationStream, or the first call that asks for it) the group's calls that queue work run in the order in
+ * which they are made, whatever their streams; their order after calls made before that, and while capturing, is the caller's.
  *
  * Lifetime. "Passed": the stream (or done_event) that a call's work went to has come to its end; for a staged operation that of
  * its ncclEpComplete.
@@ -329,7 +330,7 @@ ncclResult_t ncclEpDeferredRun(ncclEpDeferred_t *deferred, cudaStream_t stream);
 /* ncclEpGetCommunicationStream: the group's own stream, made at first use, non-blocking and of the device's highest priority, so that
  * blocks of communication start before those of other work that waits.
  *   stream  out, the group's: not to be destroyed by the caller
- * Local. While a stream is captured only if it was made before. */
+ * Local. */
 ncclResult_t ncclEpGetCommunicationStream(ncclEpGroup_t group, cudaStream_t *stream);
 
 /* ---- Exact counts on the host ------------------------------------------------------------------------------------ */

@@ -48,7 +48,7 @@ ncclResult_t epJitSource(int kernelId, const epConfig *config, int arch, char **
   if (config->threads == 0 || config->threads % 32 || config->threads > 1024)
     return epFail(ncclInternalError, "%u threads a block: must be a multiple of 32, at most 1024", config->threads);
 
-  char fields[1024];
+  char fields[1536];
   size_t used = 0;
 #define X(name)                                                                                                      \
   if (used < sizeof(fields))                                                                                         \
@@ -68,7 +68,7 @@ ncclResult_t epJitSource(int kernelId, const epConfig *config, int arch, char **
                                     "%s(const __grid_constant__ %s a) {\n"
                                     "  %s(Cfg{}, a);\n"
                                     "}\n";
-  size_t room = 2048;
+  size_t room = 3072;
   char *text = malloc(room);
   if (!text) return epFail(ncclSystemError, "out of memory: %zu bytes for a kernel's source", room);
   int n =

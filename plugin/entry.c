@@ -2,6 +2,7 @@
  * does the work. */
 #include "fail.h"
 #include "masks.h"
+#include "operation.h"
 #include "runtime.h"
 #include "structs.h"
 #include "tensor.h"
@@ -134,8 +135,8 @@ ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t 
   static const char call[] = "ncclEpComplete";
   ncclEpCompleteConfig_t c;
   ncclResult_t r = TAKE_OPTIONAL(call, NCCL_EP_COMPLETE_CONFIG, ncclEpCompleteConfig_t, 4, config, &c);
-  (void)stream; /* nothing is ever staged */
-  return r == ncclSuccess ? epHandleFind(call, handle) : r;
+  epIssue how = {0};
+  return r == ncclSuccess ? epOperationComplete(call, handle, &how, stream) : r;
 }
 
 ncclResult_t ncclEpMaskQuery(ncclEpGroup_t ep_group, int *mask_status, cudaStream_t stream) {

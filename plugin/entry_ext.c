@@ -1,5 +1,6 @@
 /* The functions of nccl_ep_ext.h, but for those of the emulated fabric. */
 #include "fail.h"
+#include "operation.h"
 #include "runtime.h"
 #include "nccl_ep_ext.h"
 #include "structs.h"
@@ -7,14 +8,6 @@
 /* Structs that have had one version so far: their size is the least. */
 #define TAKE(call, type, from, to) \
   epTakeStruct(call, #from, from, (unsigned)sizeof(type), 4, to, (unsigned)sizeof(type))
-
-/* Events and the communication stream of a call: declared, and refused so far. */
-static ncclResult_t epNoEvents(const char *call, const char *config, cudaEvent_t start, cudaEvent_t epilogue,
-                               cudaEvent_t done, int communication) {
-  const char *field = start ? "start_event" : epilogue ? "epilogue_event" : done ? "done_event" : NULL;
-  if (!field && communication) field = "communication_stream";
-  return field ? epFail(ncclInvalidUsage, "%s: %s.%s is given: not supported yet", call, config, field) : ncclSuccess;
-}
 
 const char *ncclEpGetLastErrorString(void) { return epLastError(); }
 
@@ -53,7 +46,7 @@ ncclResult_t ncclEpCreateGroupExt(ncclEpGroup_t *ep_group, ncclComm_t comm, cons
   ncclResult_t r = epTakeStruct(call, "config", config, NCCL_EP_GROUP_CONFIG_V1_SIZE, 4, &c, (unsigned)sizeof c);
   if (r == ncclSuccess)
     r = epTakeOptional(call, "ext_config", ext_config, NCCL_EP_FIELD_END(ncclEpGroupExtConfig_t, single_reduction), 4,
-                       &ext, (unsigned)sizeof ext); /* traffic_class came later */
+                       &ext, (unsigned)sizeof ext); /* traffic_class came later, then max_in_flight */
   return r == ncclSuccess ? epGroupCreate(ep_group, comm, &c, &ext) : r;
 }
 
@@ -100,8 +93,6 @@ ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs
   ncclResult_t r =
       epTakeOptional(call, "ext_config", ext_config, NCCL_EP_FIELD_END(ncclEpDispatchExtConfig_t, scale_column_stride),
                      4, &ext, (unsigned)sizeof ext); /* num_sms came later, then events */
-  if (r == ncclSuccess)
-    r = epNoEvents(call, "ext_config", ext.start_event, ext.epilogue_event, ext.done_event, ext.communication_stream);
   return r == ncclSuccess ? epEntryDispatch(call, handle, inputs, outputs, layout_info, config, &ext, stream) : r;
 }
 
@@ -113,8 +104,6 @@ ncclResult_t ncclEpCombineExt(ncclEpHandle_t handle, const ncclEpCombineInputs_t
   ncclEpCombineExtConfig_t ext;
   ncclResult_t r = epTakeOptional(call, "ext_config", ext_config, NCCL_EP_FIELD_END(ncclEpCombineExtConfig_t, bias), 4,
                                   &ext, (unsigned)sizeof ext); /* events came later */
-  if (r == ncclSuccess)
-    r = epNoEvents(call, "ext_config", ext.start_event, ext.epilogue_event, ext.done_event, ext.communication_stream);
   return r == ncclSuccess ? epEntryCombine(call, handle, inputs, outputs, config, &ext, stream) : r;
 }
 
@@ -122,21 +111,23 @@ ncclResult_t ncclEpCompleteExt(ncclEpHandle_t handle, const ncclEpCompleteExtCon
   EP_CALL();
   static const char call[] = "ncclEpCompleteExt";
   ncclEpCompleteExtConfig_t c;
+  epIssue how = {0};
   ncclResult_t r = epTakeOptional(call, "config", config, (unsigned)sizeof c, 4, &c, (unsigned)sizeof c);
-  if (r == ncclSuccess) r = epNoEvents(call, "config", c.start_event, NULL, c.done_event, c.communication_stream);
-  return r == ncclSuccess ? ncclEpComplete(handle, NULL, stream) : r;
+  if (r != ncclSuccess) return r;
+  how.start = c.start_event, how.done = c.done_event, how.communication = c.communication_stream;
+  return epOperationComplete(call, handle, &how, stream);
 }
 
 ncclResult_t ncclEpDeferredRun(ncclEpDeferred_t *deferred, cudaStream_t stream) {
   EP_CALL();
+  static const char call[] = "ncclEpDeferredRun";
   ncclEpDeferred_t d;
-  ncclResult_t r = TAKE("ncclEpDeferredRun", ncclEpDeferred_t, deferred, &d);
-  if (r == ncclSuccess && !d.done) {
-    ncclEpCompleteExtConfig_t c = NCCL_EP_COMPLETE_EXT_CONFIG_INIT;
-    c.start_event = d.event;
-    r = ncclEpCompleteExt(d.handle, &c, stream);
-    if (r == ncclSuccess) deferred->done = 1;
-  }
+  epIssue how = {0};
+  ncclResult_t r = TAKE(call, ncclEpDeferred_t, deferred, &d);
+  if (r != ncclSuccess || d.done) return r;
+  how.start = d.event;
+  r = epOperationComplete(call, d.handle, &how, stream);
+  if (r == ncclSuccess) deferred->done = 1;
   return r;
 }
 
@@ -146,7 +137,7 @@ ncclResult_t ncclEpGetCommunicationStream(ncclEpGroup_t group, cudaStream_t *str
   ncclResult_t r = epGroupFind(call, group);
   if (r == ncclSuccess && !stream)
     r = epFail(ncclInvalidArgument, "%s: stream is NULL: expected room for a stream", call);
-  return r == ncclSuccess ? epFail(ncclInvalidUsage, "%s: not supported yet", call) : r;
+  return r == ncclSuccess ? epCommunicationStream(group, stream) : r;
 }
 
 ncclResult_t ncclEpGetHostCounts(ncclEpHandle_t handle, ncclEpHostCounts_t *counts) {

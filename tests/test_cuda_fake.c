@@ -110,6 +110,8 @@ static void *life(void *arg) {
   epTopology t;
   epWindow *window = NULL;
   void *peers[RANKS] = {NULL}, *dev = NULL, *host = NULL, *mapped = NULL;
+  cudaStream_t stream = NULL;
+  cudaEvent_t event = NULL;
   int capturing = -1, yes = -1, words[RANKS], word = 100 + mine->rank;
   CHECK(epCudaBackendOpen(mine, NULL, &be) == ncclSuccess);
   CHECK(be->ops->topology(be, &t) == ncclSuccess);
@@ -137,6 +139,12 @@ static void *life(void *arg) {
   CHECK(be->ops->isCapturing(be, (cudaStream_t)0x77, &capturing) == ncclSuccess && capturing == 1);
   CHECK(be->ops->isCapturing(be, (cudaStream_t)0x78, &capturing) == ncclInvalidUsage);
   CHECK(be->ops->isDeviceAddress(be, dev, &yes) == ncclSuccess);
+  CHECK(be->ops->streamCreate(be, &stream) == ncclSuccess && stream);
+  CHECK(be->ops->eventCreate(be, &event) == ncclSuccess && event);
+  CHECK(be->ops->eventRecord(be, event, NULL) == ncclSuccess);
+  CHECK(be->ops->streamWait(be, stream, event) == ncclSuccess);
+  CHECK(be->ops->eventDestroy(be, event) == ncclSuccess);
+  CHECK(be->ops->streamDestroy(be, stream) == ncclSuccess);
   if (haveCompiler) {
     epConfig config = someConfig();
     epUpdateArgs args;
@@ -687,12 +695,82 @@ static void borrowedInCapture(void **state) {
   pthread_barrier_destroy(&theWorld.barrier);
 }
 
+/* Staged operations inside a capture: refused in one line until both parts are compiled, and until there is memory for as many; then
+ * recorded, also through the communication stream. */
+static void stagedInCapture(void **state) {
+  struct ncclComm comm = {0, 1, &theWorld, 0};
+  ncclEpGroupConfig_t config = layerConfig(1);
+  ncclEpPrepareConfig_t prepare = layerPrepare(NCCL_EP_LAYOUT_RANK_MAJOR);
+  ncclEpDispatchConfig_t send = NCCL_EP_DISPATCH_CONFIG_INIT;
+  ncclEpCombineConfig_t sendBack = NCCL_EP_COMBINE_CONFIG_INIT;
+  ncclEpCompleteExtConfig_t own = NCCL_EP_COMPLETE_EXT_CONFIG_INIT;
+  ncclEpGroup_t g = NULL;
+  oneLayer l, other;
+  void *context = NULL, *stream = NULL, *graph = NULL;
+  cudaEvent_t event = NULL;
+  int version = 0;
+  (void)state;
+  ncclGetVersion(&version);
+  if (!haveCompiler || version >= 22900) skip();
+  mine = &comm;
+  pthread_barrier_init(&theWorld.barrier, NULL, 1);
+  assert_int_equal(ncclEpCreateGroup(&g, (ncclComm_t)&comm, &config), ncclSuccess);
+  assert_int_equal(pushContext(((epCuda *)g->be)->context), 0);
+  assert_int_equal(streamCreate(&stream, 1), 0);
+  assert_int_equal(g->be->ops->eventCreate(g->be, &event), ncclSuccess);
+  layerInit(&l, g, NCCL_EP_LAYOUT_RANK_MAJOR);
+  layerInit(&other, g, NCCL_EP_LAYOUT_RANK_MAJOR);
+  send.send_only = sendBack.send_only = 1;
+  assert_int_equal(ncclEpPrepare(g, &prepare), ncclSuccess); /* whole operations */
+  assert_int_equal(g->kernelCount, 3);
+  assert_int_equal(layerUpdate(&l, 0, stream), ncclSuccess);
+  assert_int_equal(layerUpdate(&other, 0, stream), ncclSuccess);
+  assert_int_equal(beginCapture(stream, 1), 0);
+  assert_int_equal(ncclEpDispatch(l.handle, &l.in, &l.result, NULL, &send, stream), ncclInvalidUsage);
+  assert_non_null(strstr(epLastError(), "ncclEpDispatch: the stream is being captured: its kernel is not compiled yet"));
+  assert_int_equal(endCapture(stream, &graph), 0);
+  assert_int_equal(graphDestroy(graph), 0);
+  prepare.in_flight = 1;
+  assert_int_equal(ncclEpPrepare(g, &prepare), ncclSuccess);
+  assert_int_equal(g->kernelCount, 7);
+
+  assert_int_equal(beginCapture(stream, 1), 0);
+  assert_int_equal(layerUpdate(&l, 0, stream), ncclSuccess);
+  assert_int_equal(ncclEpDispatch(l.handle, &l.in, &l.result, NULL, &send, stream), ncclSuccess);
+  assert_int_equal(ncclEpDispatch(other.handle, &other.in, &other.result, NULL, &send, stream), ncclInvalidUsage);
+  assert_non_null(strstr(epLastError(), "ncclEpDispatch: the stream is being captured: the memory of a staged operation"));
+  assert_null(strchr(epLastError(), '\n'));
+  assert_int_equal(ncclEpCombine(l.handle, &l.back, &l.sums, &sendBack, stream), ncclInvalidUsage); /* one after the other */
+  assert_int_equal(ncclEpComplete(l.handle, NULL, stream), ncclSuccess);
+  assert_int_equal(ncclEpCombine(l.handle, &l.back, &l.sums, &sendBack, stream), ncclSuccess); /* one rank: nothing to send */
+  assert_int_equal(ncclEpComplete(l.handle, NULL, stream), ncclSuccess);
+  assert_int_equal(ncclEpComplete(l.handle, NULL, stream), ncclSuccess);
+  assert_int_equal(endCapture(stream, &graph), 0);
+  assert_int_equal(*(int *)graph, 4); /* update, both parts, the sums */
+  assert_int_equal(graphDestroy(graph), 0);
+  assert_int_equal(g->kernelCount, 7);
+
+  assert_int_equal(ncclEpDispatch(l.handle, &l.in, &l.result, NULL, &send, stream), ncclSuccess);
+  own.communication_stream = 1, own.done_event = event;
+  assert_int_equal(ncclEpCompleteExt(l.handle, &own, stream), ncclSuccess);
+  assert_int_equal(ncclEpDispatch(l.handle, &l.in, &l.result, NULL, &send, stream), ncclSuccess); /* and goes with it in flight */
+  assert_int_equal(ncclEpHandleDestroy(l.handle), ncclSuccess);
+  assert_int_equal(ncclEpHandleDestroy(other.handle), ncclSuccess);
+  assert_int_equal(g->be->ops->eventDestroy(g->be, event), ncclSuccess);
+  assert_int_equal(streamDestroy(stream), 0);
+  assert_int_equal(ncclEpGroupDestroy(g), ncclSuccess);
+  assert_int_equal(popContext(&context), 0);
+  assert_int_equal(live(), 0);
+  pthread_barrier_destroy(&theWorld.barrier);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(twoRanks),          cmocka_unit_test(severalDomains),
                                      cmocka_unit_test(noWindow),          cmocka_unit_test(wrongWindow),
                                      cmocka_unit_test(anyCallFails),      cmocka_unit_test(refusals),
                                      cmocka_unit_test(peersThatStayAway), cmocka_unit_test(fewDriverCalls),
-                                     cmocka_unit_test(kernelsAhead),      cmocka_unit_test(borrowedInCapture)};
+                                     cmocka_unit_test(kernelsAhead),      cmocka_unit_test(borrowedInCapture),
+                                     cmocka_unit_test(stagedInCapture)};
   epJit *jit;
   void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (lib) {

@@ -487,13 +487,13 @@ static void differencesAreNamed(void **state) {
   epShape shape;
   epGroupWire all[4];
   assert_int_equal(epGroupConfigCheck(&c, &t, &out, &shape), ncclSuccess);
-  for (int i = 0; i < 4; i++) all[i] = epGroupWireOf(&out, &shape, ncclSuccess);
+  for (int i = 0; i < 4; i++) all[i] = epGroupWireOf(&out, &shape, 2, ncclSuccess);
   assert_int_equal(epGroupWireCompare(all, 4), ncclSuccess);
   out.max_token_bytes = 2048;
-  all[2] = epGroupWireOf(&out, &shape, ncclSuccess);
+  all[2] = epGroupWireOf(&out, &shape, 2, ncclSuccess);
   expectError(epGroupWireCompare(all, 4), ncclInvalidArgument,
               "max_token_bytes differs between ranks: 1024 on rank 0, 2048 on rank 2");
-  all[3] = epGroupWireOf(&out, &shape, ncclSystemError);
+  all[3] = epGroupWireOf(&out, &shape, 2, ncclSystemError);
   expectError(epGroupWireCompare(all, 4), ncclSystemError, "rank 3");
 }
 

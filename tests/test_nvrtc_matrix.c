@@ -31,6 +31,8 @@ typedef struct {
 
 #define FLAT EP_LAYOUT_KIND_FLAT
 #define DIRECT (1u << 8) /* beside FLAT: into window-backed outputs */
+#define SEND (1u << 12)  /* beside any: a part of it */
+#define RECEIVE (1u << 13)
 #define MAJOR EP_LAYOUT_KIND_EXPERT_MAJOR
 #define SINGLE (1u << 9) /* beside a layout: combine without partial sums */
 #define PROFILED (1u << 10) /* beside a layout: the group is profiled */
@@ -73,9 +75,17 @@ static const matrixCase cases[] = {
     {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, PLACES | MASKS, 0, 0, 0},
     {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, PLACES | MASKS, 0, 0, 0},
     {EP_KERNEL_MASK, 1024, 2048, 0, 0, 0, MASKS, 0, 0, 0},
+    {EP_KERNEL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, FLAT | DIRECT | SEND, 1, 0, 0},
+    {EP_KERNEL_DISPATCH, 2, 256, 8, 7168, EP_DTYPE_BYTES, MAJOR | RECEIVE, 1, 0, 224},
+    {EP_KERNEL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, MAJOR | SEND, 0, 0, 0},
+    {EP_KERNEL_COMBINE, 5, 40, 6, 5760, EP_DTYPE_BF16, FLAT | RECEIVE, 1, 0, 1},
+    {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, RANKS | SEND, 1, 0, 0},
+    {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, PLACES | RECEIVE, 0, 0, 0},
+    {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, PLACES | SEND, 0, 0, 0},
+    {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, RANKS | RECEIVE, 0, 0, 0},
 };
 enum { CASES = sizeof(cases) / sizeof(cases[0]) };
-_Static_assert(ARCHS *CASES <= 150, "the matrix is meant to stay small");
+_Static_assert(ARCHS *CASES <= 190, "the matrix is meant to stay small");
 
 typedef struct {
   ncclResult_t result;
@@ -101,10 +111,11 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   config->topk = c->topk;
   config->rowBytes = c->rowBytes;
   config->dtype = c->dtype;
-  config->layout = c->layout & ~(DIRECT | SINGLE | PROFILED | MASKS);
+  config->layout = c->layout & ~(DIRECT | SINGLE | PROFILED | MASKS | SEND | RECEIVE);
   config->profile = (c->layout & PROFILED) != 0;
   config->mask = (c->layout & MASKS) != 0;
   config->threads = 1024; /* of the mask kernel; the policy sets the others' */
+  config->part = c->layout & SEND ? EP_PART_SEND : c->layout & RECEIVE ? EP_PART_RECEIVE : EP_PART_WHOLE;
   config->direct = (c->layout & DIRECT) != 0;
   config->single = (c->layout & SINGLE) != 0;
   config->weights = c->weights;

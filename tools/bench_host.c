@@ -62,6 +62,7 @@ int epBenchPrepareTime(epBench *bench, epLayer *layer) {
   config.scale_bytes = epLayerScaleBytes(c);
   config.borrow_topk_idx = c->fused;
   config.window_output = c->windowOut;
+  config.in_flight = c->staged != 0;
   if (epPortBarrier(port)) return -1;
   start = now();
   if (ncclEpPrepare(layer->group, &config) != ncclSuccess)

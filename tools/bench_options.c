@@ -30,6 +30,7 @@ enum {
   OPT_WINDOW_OUT,
   OPT_SINGLE,
   OPT_MASKS,
+  OPT_STAGED,
   OPT_TOKENS,
   OPT_HIDDEN,
   OPT_TOPK,
@@ -115,6 +116,7 @@ static const struct argp_option optionTable[] = {
      "updates borrow topk_idx and leave their work to dispatch where it can do it (default; see ncclEpUpdateHandleExt)",
      0},
     {"no-fused", OPT_NO_FUSED, 0, 0, "an update is always a launch of its own", 0},
+    {"staged", OPT_STAGED, 0, 0, "dispatch and combine send only, and ncclEpComplete receives", 0},
     {"schedules", OPT_SCHEDULES, "N", 0, "emulated: seeds tried, from --seed on, each on a fresh fabric (default: 1)",
      0},
     {"warmup", OPT_WARMUP, "N", 0, "iterations before the measured ones (default: 10; emulated 0)", 0},
@@ -265,6 +267,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     break;
   case OPT_MASKS:
     o->masks = 1;
+    break;
+  case OPT_STAGED:
+    o->staged = 1;
     break;
   case OPT_TOKENS:
     o->tokensText = text;
@@ -478,11 +483,11 @@ static int checkModel(epBenchOptions *o) {
     return epToolFail("--model %s: nothing runs on GPUs: expected --backend emu", o->modelPath);
   if (o->modelPath && (o->check || o->backward || o->schedules != 1 || o->bugText || o->compare || o->curveCount ||
                        o->plotPath || o->limits || o->parts || o->graph || o->hostTime || o->windowOut || o->single ||
-                       o->masks))
+                       o->masks || o->staged))
     return epToolFail(
         "--model %s: nothing is run: expected none of --check, --backward, --schedules, --bug, "
         "--compare, --sm-curve, --plot, --limits, --profile-parts, --graph, --host-time, --window-out, "
-        "--single-reduction and --masks",
+        "--single-reduction, --masks and --staged",
         o->modelPath);
   if (o->modelPath && (o->algo == 1 || o->layout > EP_REF_EXPERT_MAJOR))
     return epToolFail("--model %s: high throughput only: expected --layout flat or expert-major", o->modelPath);

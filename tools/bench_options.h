@@ -27,7 +27,7 @@ typedef struct epBenchOptions {
   epRouteSpec route;
   unsigned long long seed;
   unsigned schedules, sms, warmup, iters;
-  int check, backward, index32, noFused, limits, parts, graph, hostTime;
+  int check, backward, index32, noFused, staged, limits, parts, graph, hostTime;
   long long maxRecv;                           /* -1: worst case; 0: eager */
   int compare;                                 /* beside others' transfers, interleaved */
   const char *compareText;                     /* its cases; NULL: the run's own layout and tokens */

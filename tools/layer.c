@@ -308,6 +308,12 @@ static int update(epLayer *layer, const ncclEpTensor_t *idx, const ncclEpLayoutI
               "ncclEpUpdateHandleExt");
 }
 
+/* What a staged call has sent is received now. */
+static int complete(epLayer *layer, int rc) {
+  if (rc || !layer->config.staged) return rc;
+  return told(layer, ncclEpComplete(layer->handle, NULL, layer->port->stream), "ncclEpComplete");
+}
+
 static int llUpdate(epLayer *layer, unsigned routing) {
   const epLayerConfig *c = &layer->config;
   size_t sizes[2];
@@ -340,6 +346,7 @@ static int llDispatch(epLayer *layer) {
   ncclEpDispatchOutputs_t result = NCCL_EP_DISPATCH_OUTPUTS_INIT;
   ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
   ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
+  config.send_only = c->staged != 0;
   info.expert_counters = &counters;
   info.src_rank_counters = &sources;
   info.recv_total_counter = &total;
@@ -355,8 +362,8 @@ static int llDispatch(epLayer *layer) {
     inputs.scales = &inScales;
     result.scales = &outScales;
   }
-  return told(layer, ncclEpDispatch(layer->handle, &inputs, &result, &info, &config, layer->port->stream),
-              "ncclEpDispatch");
+  return complete(layer, told(layer, ncclEpDispatch(layer->handle, &inputs, &result, &info, &config, layer->port->stream),
+                              "ncclEpDispatch"));
 }
 
 static int llCombine(epLayer *layer) {
@@ -367,10 +374,13 @@ static int llCombine(epLayer *layer) {
   ncclEpTensor_t weights = tensorOf(&layer->inWeights, ncclFloat32, 2, sizes[2], tokens, c->topk);
   ncclEpCombineInputs_t inputs = NCCL_EP_COMBINE_INPUTS_INIT;
   ncclEpCombineOutputs_t result = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
   inputs.tokens = &in;
   result.tokens = &out;
   result.topk_weights = c->layout == EP_REF_EXPERT_MAJOR_3D ? &weights : NULL;
-  return told(layer, ncclEpCombine(layer->handle, &inputs, &result, NULL, layer->port->stream), "ncclEpCombine");
+  config.send_only = c->staged != 0;
+  return complete(layer, told(layer, ncclEpCombine(layer->handle, &inputs, &result, &config, layer->port->stream),
+                              "ncclEpCombine"));
 }
 
 /* ---- High throughput ------------------------------------------------------------------------------------------------ */
@@ -435,6 +445,7 @@ int epLayerDispatch(epLayer *layer, int backward) {
     result.topk_idx = c->layout == EP_REF_FLAT ? &outIdx : NULL;
   }
   config.pass_direction = backward ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
+  config.send_only = c->staged != 0;
   if (c->scales != EP_SCALES_NONE) {
     config.quant_recipe = NCCL_EP_DISP_QUANT_FWD;
     inputs.scales = &inScales;
@@ -443,8 +454,9 @@ int epLayerDispatch(epLayer *layer, int backward) {
   ext.scale_layout = c->scaleColumns ? NCCL_EP_SCALE_COLUMN_MAJOR : NCCL_EP_SCALE_ROW_MAJOR;
   ext.scale_column_stride = epLayerScaleStride(c);
   ext.no_zero_pad = c->noZeroPad;
-  return told(layer, ncclEpDispatchExt(layer->handle, &inputs, &result, NULL, &config, &ext, layer->port->stream),
-              backward ? "ncclEpDispatch (backward)" : "ncclEpDispatch");
+  return complete(layer,
+                  told(layer, ncclEpDispatchExt(layer->handle, &inputs, &result, NULL, &config, &ext, layer->port->stream),
+                       backward ? "ncclEpDispatch (backward)" : "ncclEpDispatch"));
 }
 
 int epLayerCombine(epLayer *layer, int backward) {
@@ -465,8 +477,9 @@ int epLayerCombine(epLayer *layer, int backward) {
     result.topk_weights = &outWeights;
   }
   config.pass_direction = backward ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
-  return told(layer, ncclEpCombine(layer->handle, &inputs, &result, &config, layer->port->stream),
-              backward ? "ncclEpCombine (backward)" : "ncclEpCombine");
+  config.send_only = c->staged != 0;
+  return complete(layer, told(layer, ncclEpCombine(layer->handle, &inputs, &result, &config, layer->port->stream),
+                              backward ? "ncclEpCombine (backward)" : "ncclEpCombine"));
 }
 
 /* ---- Calls together ------------------------------------------------------------------------------------------------- */

@@ -263,6 +263,16 @@ CALL(cuStreamCreate, void **stream, unsigned flags) {
   live++;
   return *stream ? OK : OUT_OF_MEMORY;
 }
+CALL(cuCtxGetStreamPriorityRange, int *least, int *greatest) {
+  NEED_CONTEXT();
+  *least = 0;
+  *greatest = -5;
+  return OK;
+}
+CALL(cuStreamCreateWithPriority, void **stream, unsigned flags, int priority) {
+  if (priority != -5) return INVALID;
+  return cuStreamCreate(stream, flags);
+}
 CALL(cuStreamDestroy_v2, void *stream) {
   if (depth == 0) return 201;
   free(stream);
@@ -398,8 +408,14 @@ CALL(cuEventDestroy_v2, void *event) {
   return OK;
 }
 CALL(cuEventRecord, void *event, void *stream) {
+  (void)stream;
   NEED_CONTEXT();
-  return event && !isCaptured(stream) ? OK : INVALID;
+  return event ? OK : INVALID;
+}
+CALL(cuStreamWaitEvent, void *stream, void *event, unsigned flags) {
+  NEED_CONTEXT();
+  (void)stream;
+  return event && !flags ? OK : INVALID;
 }
 CALL(cuEventElapsedTime, float *milliseconds, void *start, void *end) {
   NEED_CONTEXT();
