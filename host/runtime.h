@@ -201,7 +201,7 @@ const char *epPhaseName(uint32_t phase);
 /* Whether NCCL_EP_PROFILE asks for it. */
 int epProfileWanted(void);
 ncclResult_t epProfileSet(struct ncclEpGroup *group, int on);
-ncclResult_t epProfileGet(struct ncclEpGroup *group, ncclEpProfile_t *profile);
+ncclResult_t epProfileGet(struct ncclEpGroup *group, ncclEpProfile_t *out);
 ncclResult_t epProfileRelease(struct ncclEpGroup *group);
 
 /* ---- handle.c */

@@ -74,8 +74,9 @@ static void checkLate(epTestRank *me, const ncclEpProfile_t *p) {
            w->total_ns, w->first_ns, w->last_ns);
     if (!most || w->longest_ns > most->longest_ns) most = w;
   }
-  EXPECT(me, most && most->rank == missedAt(me->rank) && most->longest_ns >= SEEN_NS, "longest wait: %u ns for rank %d in %s",
-         most ? most->longest_ns : 0, most ? most->rank : -1, most ? most->phase : "nothing");
+  EXPECT(me, most && most->rank == missedAt(me->rank) && most->longest_ns >= SEEN_NS,
+         "longest wait: %u ns for rank %d in %s", most ? most->longest_ns : 0, most ? most->rank : -1,
+         most ? most->phase : "nothing");
   snprintf(words, sizeof(words), "rank %d was late by ", missedAt(me->rank));
   EXPECT(me, !strncmp(p->advice, words, strlen(words)), "advice: %s", p->advice);
 }

@@ -61,6 +61,20 @@ refused(['--graph', 'no graphs', 'expected'], '--graph')
 run([0], ['host-prepare', 'host-update', 'host-dispatch', 'host-combine'], *small, '--host-time')
 refused(['--host-time', 'eager', 'expected'], '--host-time', '--max-recv', '0')
 
+# Who waited for whom, and the same as a timeline that other programs read.
+base = os.path.join(folder, 'profile')
+for layout in 'flat', 'rank-major':
+    run([0], ['# profile:', 'advice: rank 1 was late by '], *small, '--layout', layout, '--profile=' + base, '--delay', '1:300')
+    with open(base + '.json') as f:
+        if not any(e['name'].startswith('dispatch') for e in json.load(f)['traceEvents']):
+            failed += 1
+            print('FAIL: no dispatch in', f.name)
+    xml.dom.minidom.parse(base + '.svg')
+refused(['--delay 1:300', '--profile'], '--delay', '1:300')
+refused(['--delay 2:300', 'below 2'], '--delay', '2:300', '--profile')
+refused(['--delay 1', 'RANK:US'], '--delay', '1', '--profile')
+refused(['--profile', '--sm-curve'], '--profile', '--sm-curve', '2,4')
+
 # Beside others, where there are no others; and over SMs. What cannot be measured is said, and reports are whole.
 page, drawing, report = (os.path.join(folder, n) for n in ('c.html', 's.svg', 'c.json'))
 run([0], ['flat:4', 'rank-major:8', 'nccl-all-to-all: not measured', 'link-sm-stores: not measured', 'clocks of rank 1: not'],

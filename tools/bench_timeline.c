@@ -107,8 +107,8 @@ static void bar(FILE *out, double x, double y, double width, const char *colour,
 /* From operation `first` on, of all ranks. */
 static void drawRanks(FILE *out, const epProfiledRank *ranks, unsigned count, unsigned first, double origin,
                       double scale) {
-  double y = TOP;
-  for (unsigned r = 0; r < count; r++, y += LANES * LANE + GAP) {
+  for (unsigned r = 0; r < count; r++) {
+    double y = TOP + r * (LANES * LANE + GAP);
     char text[128];
     fprintf(out, "<text x='12' y='%.1f' font-weight='600'>rank %u</text>\n", y + 13, r);
     for (int lane = 1; lane < LANES; lane++)
