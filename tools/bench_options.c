@@ -116,7 +116,8 @@ static const struct argp_option optionTable[] = {
      "updates borrow topk_idx and leave their work to dispatch where it can do it (default; see ncclEpUpdateHandleExt)",
      0},
     {"no-fused", OPT_NO_FUSED, 0, 0, "an update is always a launch of its own", 0},
-    {"staged", OPT_STAGED, 0, 0, "dispatch and combine send only, and ncclEpComplete receives", 0},
+    {"staged", OPT_STAGED, "own-stream", OPTION_ARG_OPTIONAL,
+     "dispatch and combine send only, with own-stream on the group's communication stream, and ncclEpDeferredRun receives", 0},
     {"schedules", OPT_SCHEDULES, "N", 0, "emulated: seeds tried, from --seed on, each on a fresh fabric (default: 1)",
      0},
     {"warmup", OPT_WARMUP, "N", 0, "iterations before the measured ones (default: 10; emulated 0)", 0},
@@ -269,7 +270,8 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->masks = 1;
     break;
   case OPT_STAGED:
-    o->staged = 1;
+    if (text && strcmp(text, "own-stream")) argp_error(state, "--staged=%s: expected own-stream or nothing", text);
+    o->staged = text ? 2 : 1;
     break;
   case OPT_TOKENS:
     o->tokensText = text;

@@ -142,7 +142,7 @@ void epBenchPrintHeader(const epBenchResult *r) {
   if (o->windowOut) printf(", output tokens in a window");
   if (o->single) printf(", single reduction");
   if (o->masks) printf(", masks");
-  if (o->staged) printf(", staged");
+  if (o->staged) printf(", staged%s", o->staged == 2 ? " (sent on the group's stream)" : "");
   if (o->type == EP_REF_E4M3) printf(", combine bf16");
   if (o->route.minusOne > 0) printf(" (%g of the entries -1)", o->route.minusOne);
   printf(", seed %llu, %d routings\n", o->seed, r->routings);
@@ -293,7 +293,7 @@ static json_t *jsonConfig(const epBenchResult *r) {
       (json_int_t)r->budget, "routings", r->routings, "scales", scalesName(o), "scale_layout",
       o->scaleColumns ? "column" : "row", "scale_bytes", (int)r->scaleBytes, "zero_pad", !o->noZeroPad, "no_bulk",
       o->fabric.emuNoBulk != 0, "graph", o->graph, "fused", !o->noFused, "host_time", o->hostTime, "window_out",
-      o->windowOut, "single_reduction", o->single, "masks", o->masks, "staged", o->staged);
+      o->windowOut, "single_reduction", o->single, "masks", o->masks, "staged", o->staged != 0);
 }
 
 static json_t *jsonGroup(const epBenchResult *r) {

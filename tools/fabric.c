@@ -218,6 +218,7 @@ static int openEmulated(epFabric *fabric) {
   for (int r = 0; r < fabric->ranks && rc == ncclSuccess; r++) {
     fabric->ports[r].comm = comms[r];
     snprintf(fabric->ports[r].name, sizeof(fabric->ports[r].name), "emulated");
+    rc = ncclEpEmuEventCreate(comms[r], &fabric->ports[r].done);
   }
   free(comms);
   return toldEp(&fabric->ports[0], rc, "ncclEpEmuCommInitAll");
@@ -267,6 +268,7 @@ static int openRank(epPort *port, void *unused) {
   char name[96] = "";
   epCuDevice device;
   epCuStream stream;
+  epCuEvent done = NULL;
   void *comm = NULL;
   int rc;
   (void)unused;
@@ -281,6 +283,8 @@ static int openRank(epPort *port, void *unused) {
   snprintf(port->name, sizeof(port->name), "device %d [%s] %s", port->device, port->bus, name);
   for (int i = 0; i < EP_PORT_EVENTS; i++)
     if (toldCu(port, d->eventCreate(&port->events[i], EP_CU_EVENT_DEFAULT), "cuEventCreate")) return -1;
+  if (toldCu(port, d->eventCreate(&done, EP_CU_EVENT_DEFAULT), "cuEventCreate")) return -1;
+  port->done = (cudaEvent_t)done;
   if (fabric->net && openStart(fabric, port)) return -1;
   if (fabric->start && (fabric->net || port->rank == 0) &&
       d->hostRegister((void *)(uintptr_t)fabric->start, START_BYTES, EP_CU_HOST_PORTABLE | EP_CU_HOST_DEVICEMAP))
@@ -393,6 +397,7 @@ static int closeRank(epPort *port, void *unused) {
   port->comm = NULL;
   for (int i = 0; i < EP_PORT_EVENTS; i++)
     if (port->events[i]) fabric->driver->eventDestroy(port->events[i]);
+  if (port->done) fabric->driver->eventDestroy((epCuEvent)port->done);
   if (port->stream) fabric->driver->streamDestroy((epCuStream)port->stream);
   if (fabric->start && (fabric->net || port->rank == 0))
     fabric->driver->hostUnregister((void *)(uintptr_t)fabric->start);

@@ -33,6 +33,7 @@ typedef struct epPort {
   int device;
   ncclComm_t comm;
   cudaStream_t stream;
+  cudaEvent_t done; /* for the caller */
   char name[160]; /* device, for people */
   char bus[32];   /* its PCI bus id; empty: emulated */
   /* backend's own */

@@ -310,8 +310,11 @@ static int update(epLayer *layer, const ncclEpTensor_t *idx, const ncclEpLayoutI
 
 /* What a staged call has sent is received now. */
 static int complete(epLayer *layer, int rc) {
+  ncclEpDeferred_t later = NCCL_EP_DEFERRED_INIT;
   if (rc || !layer->config.staged) return rc;
-  return told(layer, ncclEpComplete(layer->handle, NULL, layer->port->stream), "ncclEpComplete");
+  later.handle = layer->handle;
+  later.event = layer->config.staged == 2 ? layer->port->done : NULL;
+  return told(layer, ncclEpDeferredRun(&later, layer->port->stream), "ncclEpDeferredRun");
 }
 
 static int llUpdate(epLayer *layer, unsigned routing) {
@@ -346,7 +349,9 @@ static int llDispatch(epLayer *layer) {
   ncclEpDispatchOutputs_t result = NCCL_EP_DISPATCH_OUTPUTS_INIT;
   ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
   ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
+  ncclEpDispatchExtConfig_t ext = NCCL_EP_DISPATCH_EXT_CONFIG_INIT;
   config.send_only = c->staged != 0;
+  if (c->staged == 2) ext.communication_stream = 1, ext.done_event = layer->port->done;
   info.expert_counters = &counters;
   info.src_rank_counters = &sources;
   info.recv_total_counter = &total;
@@ -362,7 +367,7 @@ static int llDispatch(epLayer *layer) {
     inputs.scales = &inScales;
     result.scales = &outScales;
   }
-  return complete(layer, told(layer, ncclEpDispatch(layer->handle, &inputs, &result, &info, &config, layer->port->stream),
+  return complete(layer, told(layer, ncclEpDispatchExt(layer->handle, &inputs, &result, &info, &config, &ext, layer->port->stream),
                               "ncclEpDispatch"));
 }
 
@@ -375,11 +380,13 @@ static int llCombine(epLayer *layer) {
   ncclEpCombineInputs_t inputs = NCCL_EP_COMBINE_INPUTS_INIT;
   ncclEpCombineOutputs_t result = NCCL_EP_COMBINE_OUTPUTS_INIT;
   ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
+  ncclEpCombineExtConfig_t ext = NCCL_EP_COMBINE_EXT_CONFIG_INIT;
   inputs.tokens = &in;
   result.tokens = &out;
   result.topk_weights = c->layout == EP_REF_EXPERT_MAJOR_3D ? &weights : NULL;
   config.send_only = c->staged != 0;
-  return complete(layer, told(layer, ncclEpCombine(layer->handle, &inputs, &result, &config, layer->port->stream),
+  if (c->staged == 2) ext.communication_stream = 1, ext.done_event = layer->port->done;
+  return complete(layer, told(layer, ncclEpCombineExt(layer->handle, &inputs, &result, &config, &ext, layer->port->stream),
                               "ncclEpCombine"));
 }
 
@@ -446,6 +453,7 @@ int epLayerDispatch(epLayer *layer, int backward) {
   }
   config.pass_direction = backward ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
   config.send_only = c->staged != 0;
+  if (c->staged == 2) ext.communication_stream = 1, ext.done_event = layer->port->done;
   if (c->scales != EP_SCALES_NONE) {
     config.quant_recipe = NCCL_EP_DISP_QUANT_FWD;
     inputs.scales = &inScales;
@@ -469,6 +477,7 @@ int epLayerCombine(epLayer *layer, int backward) {
   ncclEpCombineInputs_t inputs = NCCL_EP_COMBINE_INPUTS_INIT;
   ncclEpCombineOutputs_t result = NCCL_EP_COMBINE_OUTPUTS_INIT;
   ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
+  ncclEpCombineExtConfig_t ext = NCCL_EP_COMBINE_EXT_CONFIG_INIT;
   if (epLayerIsLl(c)) return llCombine(layer);
   inputs.tokens = &in;
   result.tokens = &out;
@@ -478,7 +487,8 @@ int epLayerCombine(epLayer *layer, int backward) {
   }
   config.pass_direction = backward ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
   config.send_only = c->staged != 0;
-  return complete(layer, told(layer, ncclEpCombine(layer->handle, &inputs, &result, &config, layer->port->stream),
+  if (c->staged == 2) ext.communication_stream = 1, ext.done_event = layer->port->done;
+  return complete(layer, told(layer, ncclEpCombineExt(layer->handle, &inputs, &result, &config, &ext, layer->port->stream),
                               backward ? "ncclEpCombine (backward)" : "ncclEpCombine"));
 }
 

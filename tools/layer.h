@@ -29,7 +29,7 @@ typedef struct epLayerConfig {
   int fused;         /* updates borrow topk_idx, so that dispatch can do their work */
   int backward;      /* also the buffers of the backward pass */
   int graph;         /* epLayerRun replays graphs */
-  int staged;        /* dispatch and combine are sent first and completed by a call of their own */
+  int staged;        /* dispatch and combine are sent first and completed by a call of their own; 2: sent on the group's stream */
   int windowOut;     /* dispatch's output tokens are window-backed */
   int single;        /* combine sums nothing on the way (single_reduction) */
   unsigned masks;    /* the group has them (enable_mask) */
