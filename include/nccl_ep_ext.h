@@ -483,7 +483,7 @@ typedef struct {
  *   on  0 or 1
  * Local; ranks may differ. No operation of the group may be running or be under capture: synchronise its streams first. The first time allocates
  * device memory, at most 4 MiB unless the group has many ranks. A captured graph keeps the kernels it was captured with, which write
- * nothing while this is 0. */
+ * nothing while this is 0. Staged operations (send_only) are not told. */
 ncclResult_t ncclEpSetProfiling(ncclEpGroup_t group, int on);
 
 /* ncclEpGetProfile: the profiled operations that have ended since the last call, oldest first, as many as there is room for. At
