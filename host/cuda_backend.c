@@ -99,7 +99,7 @@ ncclResult_t epCudaDrain(epCuda *be, const char *what) {
 }
 
 ncclResult_t epCudaQuiet(epCuda *be) {
-  epCuResult rc = be->network ? be->cu->ctxSynchronize() : EP_CU_SUCCESS;
+  epCuResult rc = epCudaGinAnywhere() ? be->cu->ctxSynchronize() : EP_CU_SUCCESS;
   return rc == EP_CU_SUCCESS ? ncclSuccess
                              : epCuFail(be->cu, rc, "waiting for device %d to be idle", be->topology.device);
 }

@@ -1,5 +1,6 @@
 /* The network between scale-up domains: NCCL's device communicator (GIN), asked for when a group spans several of them and
  * never else. Its layout is that of the header set that kernels are compiled with (jit/headers.h), and so is the request. */
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,6 +16,10 @@ struct epCudaGin {
   _Alignas(16) uint8_t comm[512];
 };
 _Static_assert(sizeof(((epCudaGin *)0)->comm) >= EP_NCCL_COMM_BYTES(23203), "room for a device communicator");
+
+static atomic_int networks;
+
+int epCudaGinAnywhere(void) { return networks != 0; }
 
 static const char *ginName(int type) {
   switch (type) {
@@ -121,13 +126,13 @@ ncclResult_t epCudaGinOpen(epCuda *be, epWindow *window, ncclResult_t found, int
   int connection = 0;
   ncclResult_t r = epCudaEnter(be, &scope);
   if (r != ncclSuccess) return r;
-  be->network = 1;
   r = found;
   if (r == ncclSuccess && !(be->nccl->devCommCreate && be->nccl->devCommDestroy))
     r = epFail(ncclInvalidUsage, "several scale-up domains: NCCL at %s lacks ncclDevCommCreate", be->nccl->path);
   if (r == ncclSuccess) r = checkProperties(be, version, &connection);
   if (r == ncclSuccess && !(gin = calloc(1, sizeof(*gin))))
     r = epFail(ncclSystemError, "out of memory: %zu bytes for a network's record", sizeof(*gin));
+  if (gin) networks++;
   if ((r = epCudaAgree(be, r, "preparing the network between scale-up domains")) != ncclSuccess || !gin) goto fail;
   gin->version = version;
   gin->connection = connection;
@@ -147,6 +152,7 @@ fail:
 
 void epCudaGinDestroy(epCuda *be, epCudaGin *gin) {
   if (!gin) return;
+  networks--;
   if (!be->stuck) { /* else it is still in use, and to free it is to wait for the device */
     if (gin->created)
       (void)epCudaNccl(be, be->nccl->devCommDestroy(be->comm, gin->comm), "giving the device communicator back");

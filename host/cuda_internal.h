@@ -23,7 +23,6 @@ typedef struct epCuda {
   size_t bounceBytes;
   epKernel *kernels;      /* held by this object */
   uint64_t hostTimeoutNs; /* of the host's waits for peers */
-  int network;            /* a group of several scale-up domains was made: see epCudaQuiet */
   int stuck; /* such a wait gave up: NCCL's kernel is still on the device, and whatever waits for that would hang */
 } epCuda;
 
@@ -48,7 +47,8 @@ ncclResult_t epCudaDrain(epCuda *be, const char *what);
 
 /* Before calls in which the driver may wait for the device and let no other thread of the process in meanwhile: loading code,
  * freeing memory. A kernel of several scale-up domains may wait for what the network's proxy does with the driver in another
- * thread (libnccl-rma-ep.so does), and both would wait for ever: so the device is waited for first, which lets others in. */
+ * thread (libnccl-rma-ep.so does), and both would wait for ever: so the device is waited for first, which lets others in.
+ * Nothing is done where the process has no such group. */
 ncclResult_t epCudaQuiet(epCuda *be);
 
 ncclResult_t epCudaAllGather(epBackend *base, const void *mine, void *all, size_t bytes);
@@ -68,6 +68,7 @@ ncclResult_t epCudaGinCreate(epBackend *base, epWindow *window, uint32_t context
 /* With device headers of `version`, if they were found. */
 ncclResult_t epCudaGinOpen(epCuda *be, epWindow *window, ncclResult_t found, int version, uint32_t contexts,
                            uint32_t signals, uint32_t *aborted, epGin *out);
+int epCudaGinAnywhere(void); /* some group of this process has a network */
 void epCudaGinDestroy(epCuda *be, epCudaGin *gin);
 ncclWindow_t epCudaWindowSetGin(epWindow *window, epCudaGin *gin);
 

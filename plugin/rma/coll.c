@@ -21,7 +21,7 @@ uint64_t epRmaMicroseconds(void) {
 uint64_t epRmaMilliseconds(void) { return epRmaMicroseconds() / 1000u; }
 
 epRmaResult epRmaNote(epRmaColl *coll, epRmaResult error) {
-  if (!coll->error) coll->error = error;
+  if (!coll->error) __atomic_store_n(&coll->error, error, __ATOMIC_RELAXED);
   return coll->error;
 }
 
@@ -111,7 +111,7 @@ fail:
 epRmaResult epRmaProgress(epRmaColl *coll) {
   struct epoll_event events[EVENTS];
   if (coll->error) return coll->error;
-  coll->progressedAt = epRmaMicroseconds();
+  __atomic_store_n(&coll->progressedAt, epRmaMicroseconds(), __ATOMIC_RELAXED);
   epRmaResult rc = epRmaLanesPump(coll);
   for (epRmaSocket **at = &coll->sending; !rc && *at;) {
     epRmaSocket *socket = *at;

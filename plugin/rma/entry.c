@@ -5,7 +5,7 @@
 
 #define EP_RMA_EXPORT __attribute__((visibility("default")))
 
-enum { IDLE_US = 10 };
+enum { IDLE_US = 50 };
 static int instance; /* what init hands out: there is no state but the communicators' */
 static char name[] = "ep";
 
@@ -309,6 +309,10 @@ static epRmaResult test(void *collComm, void *request, int *done) {
   NEED(done);
   *done = 0;
   epRmaColl *coll = collComm;
+  /* NCCL asks for everything in flight at every turn of its progress thread: mostly the answer takes no lock. */
+  if (!epRmaOpLooksDone(request) && !__atomic_load_n(&coll->error, __ATOMIC_RELAXED) &&
+      epRmaMicroseconds() - __atomic_load_n(&coll->progressedAt, __ATOMIC_RELAXED) <= IDLE_US)
+    return EP_RMA_OK;
   if (coll->wanted > 0) usleep(1);
   pthread_mutex_lock(&coll->mutex);
   epRmaResult rc = epRmaOpTest(request, &finished);

@@ -9,7 +9,7 @@
 enum { CHUNKS_A_TURN = 4 };
 
 static void opDone(epRmaOp *op) {
-  op->done = true;
+  __atomic_store_n(&op->done, true, __ATOMIC_RELEASE);
   if (op->from) op->from->uses--;
   if (op->to) op->to->uses--;
   if (op->signal) op->signal->uses--;
@@ -319,6 +319,8 @@ epRmaResult epRmaPutIssue(epRmaContext *context, const epRmaPut *put, epRmaOp **
   *out = op;
   return EP_RMA_OK;
 }
+
+bool epRmaOpLooksDone(const epRmaOp *op) { return __atomic_load_n(&op->done, __ATOMIC_ACQUIRE); }
 
 epRmaResult epRmaOpTest(epRmaOp *op, bool *done) {
   epRmaLane *lane = op->lane;

@@ -225,6 +225,7 @@ typedef struct {
 } epRmaPut;
 epRmaResult epRmaPutIssue(epRmaContext *context, const epRmaPut *put, epRmaOp **out);
 epRmaResult epRmaLanesPump(epRmaColl *coll);
+bool epRmaOpLooksDone(const epRmaOp *op);         /* without the mutex: done, or about to be told */
 epRmaResult epRmaOpTest(epRmaOp *op, bool *done); /* done: the operation is gone */
 void epRmaOpFrameSent(epRmaOp *op);
 void epRmaOpsForget(const epRmaWindow *window); /* a window that goes away under them */
