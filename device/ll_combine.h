@@ -391,7 +391,7 @@ template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a
 }
 
 /* Whole block, the last one to end: sums that would have had rows of ranks that fell out meanwhile, without them. */
-template <class C> DEV void ep_ll_reduce_again(const C c, const epLlCombineArgs &a) {
+template <class C> DEV_APART void ep_ll_reduce_again(const C c, const epLlCombineArgs &a) {
   uint32_t warps = c.threads / 32, strips = epLlStrips(c.rowBytes);
   uint32_t items = strips * ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
   const uint32_t *lost = ep_mask_words(c, a.group).lost;

@@ -732,7 +732,7 @@ DEV void ep_ll_take_living(const C c, const epLlDispatchArgs &a, const epLlOp &o
 
 /* Whole block, the last one to end: rows of the ranks that fell out meanwhile are left empty, those that had come too. In 3-D
  * expert-major the places of other rows stay what they are, so the counters do too. */
-template <class C> DEV void ep_ll_empty(const C c, const epLlDispatchArgs &a) {
+template <class C> DEV_APART void ep_ll_empty(const C c, const epLlDispatchArgs &a) {
   uint32_t locals = c.experts / c.ranks, capacity = c.ranks * a.group.maxTokens;
   ep_ll_counts_told(c, a);
 #pragma unroll 1

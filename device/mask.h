@@ -93,13 +93,11 @@ struct epPatience {
   uint32_t life;
 };
 
-/* One round of a wait with masks: true when the waiter must give up. Of its own blocks a rank waits four times as long: they may
+/* The sixteenth round of a wait with masks: true when the waiter must give up. Of its own blocks a rank waits four times as long: they may
  * be waiting for a peer. */
 template <class C>
-DEV bool ep_peer_give_up(const C c, const epGroupArgs &g, epPatience &w, uint32_t round, uint32_t phase, uint32_t peer,
+DEV_APART bool ep_peer_gives_up(const C c, const epGroupArgs &g, epPatience &w, uint32_t round, uint32_t phase, uint32_t peer,
                          uint32_t expected, uint32_t seen) {
-  if (round >= 16) p::nanosleep(32);
-  if ((round & 15) != 15) return false;
   if (p::ld_relaxed_sys(&ep_state(g)->aborted)) return true;
   if ((round & 1023) == 1023 && p::ld_relaxed_sys(g.abortWord)) {
     ep_stop(c, g, EP_ERR_ABORT, phase, peer, expected, seen);
@@ -127,6 +125,13 @@ DEV bool ep_peer_give_up(const C c, const epGroupArgs &g, epPatience &w, uint32_
   if (waited <= most || (lives && waited - most <= most / 8 * 3)) return false;
   ep_mask_out(c, g, EP_ERR_MASKED, phase, peer, expected, seen);
   return true;
+}
+
+template <class C>
+DEV bool ep_peer_give_up(const C c, const epGroupArgs &g, epPatience &w, uint32_t round, uint32_t phase, uint32_t peer,
+                         uint32_t expected, uint32_t seen) {
+  if (round >= 16) p::nanosleep(32);
+  return (round & 15) == 15 && ep_peer_gives_up(c, g, w, round, phase, peer, expected, seen);
 }
 
 /* ep_wait_flag of group.h, of a word that `peer` writes. False: there is none from it; ep_stopped says why. */

@@ -6,6 +6,7 @@
 #include "types.h"
 
 #define DEV __device__ __forceinline__
+#define DEV_APART __device__ __noinline__ /* what runs rarely and would take registers where it is called */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define EP_SM90(...) __trap()
 #else

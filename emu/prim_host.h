@@ -9,6 +9,7 @@
 #include "engine.h"
 
 #define DEV inline
+#define DEV_APART inline
 
 struct uint4 {
   uint32_t x, y, z, w;

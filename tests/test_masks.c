@@ -328,8 +328,9 @@ static void apartBody(epTestRank *me) {
   }
   if (!late) EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   pthread_barrier_wait(&p->meet);
+  if (late) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  pthread_barrier_wait(&p->meet); /* from here on its host is waited for */
   if (late) {
-    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
     roughQueue(me, &r, flat);
     EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   }
