@@ -248,13 +248,12 @@ class ElasticBuffer:
         if not self._port.dense(t):
             raise ValueError('%s is not contiguous' % name)
 
-    def _common(self, num_sms, num_qps, previous_event, before_epilogue, on_comm_stream):
+    def _common(self, num_sms, num_qps, previous_event, on_comm_stream, asynchronous, defer_epilogue):
         _whole(num_sms=num_sms, num_qps=num_qps)
         if num_qps > self.num_allocated_qps:
             raise ValueError('num_qps is %d: expected at most num_allocated_qps, %d' % (num_qps, self.num_allocated_qps))
-        if before_epilogue is not None:
-            raise _missing('previous_event_before_epilogue', 'a wait between the sending and the receiving part of a call '
-                           '(send_only and ncclEpComplete)')
+        if defer_epilogue and not asynchronous:
+            raise ValueError('defer_epilogue is set: expected async_with_compute_stream too, the call cannot have ended before')
         if previous_event is not None and not on_comm_stream:
             raise ValueError('previous_event is given without allocate_on_comm_stream: memory of the current stream may '
                              'still be in use then')
@@ -299,6 +298,25 @@ class ElasticBuffer:
         return EPHandle(port, routing, stored, do_expand, num_experts, alignment, max_tokens, num_sms,
                         self.num_scaleup_ranks, bound, captured=not port.may_query())
 
+    def _end(self, op, handle, before_epilogue, defer_epilogue, tensors):
+        """The end of a call, whose receiving part is still to come if it is deferred or has something to wait for. Returns its
+        EventOverlap."""
+        tensors = [t for t in tensors if t is not None]
+
+        def finish():
+            end = op.finish(tensors)
+            self._used(op, handle)
+            return EventHandle(end) if end is not None else None
+
+        def epilogue():
+            if before_epilogue is not None:
+                op.wait(before_epilogue)
+            handle._routing.handle.complete(op.stream)
+            return finish()
+        if defer_epilogue:
+            return EventOverlap(epilogue=epilogue)
+        return EventOverlap(finish() if before_epilogue is None else epilogue())
+
     def _used(self, op, handle):
         """Notes the last use of a handle."""
         if self._port.may_query():
@@ -312,7 +330,7 @@ class ElasticBuffer:
                  num_max_tokens_per_rank=None, expert_alignment=None, num_sms=0, num_qps=0, previous_event=None,
                  previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False,
                  handle=None, do_handle_copy=True, do_cpu_sync=None, do_expand=False, do_zero_padding=False,
-                 use_tma_aligned_col_major_sf=False):
+                 use_tma_aligned_col_major_sf=False, *, defer_epilogue=False):
         """Takes every token to the ranks of its experts. Collective.
 
         x [T, H], or (x, scales [T, S]); topk_idx [T, K], -1 for no selection, with topk_weights [T, K] float32 or None;
@@ -320,13 +338,18 @@ class ElasticBuffer:
         once at a rank, in the order of (source rank, token); with it once for each local choice, grouped by expert,
         each group starting at a multiple of expert_alignment.
 
+        previous_event_before_epilogue: what the receiving part waits for. Beyond DeepEP's: defer_epilogue (with
+        async_with_compute_stream) sends only; the event's complete() or first wait receives, so that nothing of this call occupies
+        SMs in between. Until then the outputs are undefined and the inputs must stay as they are. All ranks complete in the same
+        order; at most two deferred calls of a buffer at a time (NCCL_EP_MAX_IN_FLIGHT), each with memory as large as the window.
+
         Returns (recv_x or (recv_x, recv_scales), recv_topk_idx (None when expanding), recv_topk_weights (None without
         weights), handle, EventOverlap)."""
         port = self._port
         if isinstance(x, tuple) and len(x) != 2:
             raise ValueError('x is a tuple of %d: expected (tokens, scales)' % len(x))
         x, scales = x if isinstance(x, tuple) else (x, None)
-        self._common(num_sms, num_qps, previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+        self._common(num_sms, num_qps, previous_event, allocate_on_comm_stream, async_with_compute_stream, defer_epilogue)
         self._check('x', x, 'tokens', 'hidden')
         for name, value, least in (('num_experts', num_experts, 0), ('num_max_tokens_per_rank', num_max_tokens_per_rank, 0),
                                    ('expert_alignment', expert_alignment, 1)):
@@ -377,12 +400,10 @@ class ElasticBuffer:
                 with op.on_comm_stream():
                     port.add(stats, handle._device_counts()[1])
         outputs = self._move(op, handle, x, scales, topk_weights, do_zero_padding, use_tma_aligned_col_major_sf,
-                             num_sms or handle.num_sms)
+                             num_sms or handle.num_sms, defer_epilogue or previous_event_before_epilogue is not None)
         recv_x, recv_scales, recv_weights, recv_idx = outputs
-        end = op.finish([t for t in (x, scales, topk_idx, topk_weights, stats, handle.topk_idx) + outputs
-                         if t is not None])
-        self._used(op, handle)
-        event = EventOverlap(EventHandle(end) if end is not None else None)
+        event = self._end(op, handle, previous_event_before_epilogue, defer_epilogue,
+                          (x, scales, topk_idx, topk_weights, stats, handle.topk_idx) + outputs)
         return (recv_x if scales is None else (recv_x, recv_scales), recv_idx,
                 recv_weights if topk_weights is not None else None, handle, event)
 
@@ -392,7 +413,7 @@ class ElasticBuffer:
             return t.shape[1] * c_api.TYPES[self._port.dtype(t)][1]
         return align(max(row(x) + (align(row(scales), 16) if scales is not None else 0), 2 * x.shape[1]), 16)
 
-    def _move(self, op, handle, x, scales, weights, zero_padding, columns, num_sms):
+    def _move(self, op, handle, x, scales, weights, zero_padding, columns, num_sms, send_only):
         """The rows' way along a handle: (tokens, scales, weights, indices) received, None where there are none."""
         port, rows, topk = self._port, handle._rows, handle._routing.handle.topk
         flat = not handle.do_expand
@@ -424,21 +445,23 @@ class ElasticBuffer:
             dict(tokens=port.describe(recv_x), topk_weights=port.describe(recv_weights),
                  scales=port.describe(recv_scales), topk_idx=port.describe(recv_idx)),
             backward=sent_weights is None, columns=columns and scales is not None, zero_pad=zero_padding,
-            num_sms=num_sms, stream=op.stream)
+            num_sms=num_sms, send_only=send_only, stream=op.stream)
         return recv_x, recv_scales, recv_weights, recv_idx
 
     # ---- Combine ----------------------------------------------------------------------------------------------------
 
     def combine(self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,
-                previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False):
+                previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False, *,
+                defer_epilogue=False):
         """Sums the experts' rows of every token, back at the token's rank. Collective.
 
         x [rows, H], rows where dispatch had put its own; topk_weights as dispatch gave them, to come back as [T, K]
         (each where it was, 0 without selection); bias: a tensor [T, H] or a tuple of two, which the sums start from.
+        previous_event_before_epilogue, defer_epilogue: as for dispatch.
 
         Returns (combined_x [T, H], combined_topk_weights or None, EventOverlap)."""
         port = self._port
-        self._common(num_sms, num_qps, previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+        self._common(num_sms, num_qps, previous_event, allocate_on_comm_stream, async_with_compute_stream, defer_epilogue)
         self._check('x', x, 'rows', 'hidden')
         self._own(handle)
         if self.runtime is None:
@@ -463,10 +486,11 @@ class ElasticBuffer:
             dict(tokens=port.describe(x), topk_weights=port.describe(topk_weights)),
             dict(tokens=port.describe(combined), topk_weights=port.describe(combined_weights)),
             backward=topk_weights is not None, bias=[port.describe(t) for t in bias],
-            num_sms=num_sms or handle.num_sms, stream=op.stream)
-        end = op.finish([t for t in (x, topk_weights, combined, combined_weights) + bias if t is not None])
-        self._used(op, handle)
-        return combined, combined_weights, EventOverlap(EventHandle(end) if end is not None else None)
+            num_sms=num_sms or handle.num_sms, send_only=defer_epilogue or previous_event_before_epilogue is not None,
+            stream=op.stream)
+        event = self._end(op, handle, previous_event_before_epilogue, defer_epilogue,
+                          (x, topk_weights, combined, combined_weights) + bias)
+        return combined, combined_weights, event
 
     # ---- Parts of DeepEP V2 that are not expert parallelism ------------------------------------------------------------
 

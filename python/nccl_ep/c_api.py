@@ -117,6 +117,7 @@ PROTOTYPES = {
                           c.POINTER(DispatchConfig), c.POINTER(DispatchExtConfig), _p],
     'ncclEpCombineExt': [_p, c.POINTER(CombineInputs), c.POINTER(CombineOutputs), c.POINTER(CombineConfig),
                          c.POINTER(CombineExtConfig), _p],
+    'ncclEpComplete': [_p, _p, _p],
     'ncclEpGetHostCounts': [_p, c.POINTER(HostCounts)],
     'ncclEpGetDeviceCounts': [_p, c.POINTER(DeviceCounts)],
     'ncclEpGetHandleMetadata': [_p, c.POINTER(HandleMetadata)],

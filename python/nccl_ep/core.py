@@ -97,10 +97,10 @@ class Handle:
         call('ncclEpUpdateHandle', self.pointer, Descriptor(topk_idx).pointer, None, stream)
         self.tokens = topk_idx.shape[0]
 
-    def dispatch(self, inputs, outputs, backward, columns, zero_pad, num_sms, stream):
+    def dispatch(self, inputs, outputs, backward, columns, zero_pad, num_sms, send_only, stream):
         """`inputs`, `outputs`: dicts of Arrays by the C structs' field names. `columns`: scales column-major."""
         config = c_api.DispatchConfig(
-            pass_direction=c_api.BWD_PASS if backward else c_api.FWD_PASS,
+            send_only=send_only, pass_direction=c_api.BWD_PASS if backward else c_api.FWD_PASS,
             quant_recipe=c_api.DISP_QUANT_FWD if inputs.get('scales') else c_api.DISP_QUANT_NONE)
         ext = c_api.DispatchExtConfig(
             scale_layout=c_api.SCALE_COLUMN_MAJOR if columns else c_api.SCALE_ROW_MAJOR, no_zero_pad=not zero_pad,
@@ -108,15 +108,20 @@ class Handle:
         call('ncclEpDispatchExt', self.pointer, _filled(c_api.DispatchInputs, **inputs),
              _filled(c_api.DispatchOutputs, **outputs), None, config, ext, stream)
 
-    def combine(self, inputs, outputs, backward, bias, num_sms, stream):
+    def combine(self, inputs, outputs, backward, bias, num_sms, send_only, stream):
         """`bias`: up to two Arrays."""
-        config = c_api.CombineConfig(pass_direction=c_api.BWD_PASS if backward else c_api.FWD_PASS)
+        config = c_api.CombineConfig(send_only=send_only,
+                                     pass_direction=c_api.BWD_PASS if backward else c_api.FWD_PASS)
         ext = c_api.CombineExtConfig(num_sms=num_sms)
         descriptors = [Descriptor(array) for array in bias]
         for i, descriptor in enumerate(descriptors):
             ext.bias[i] = descriptor.pointer
         call('ncclEpCombineExt', self.pointer, _filled(c_api.CombineInputs, **inputs),
              _filled(c_api.CombineOutputs, **outputs), config, ext, stream)
+
+    def complete(self, stream):
+        """The receiving part of what was sent only."""
+        call('ncclEpComplete', self.pointer, None, stream)
 
     def counts(self):
         """Waits on the host until the last update has run; exact counts of this rank, as lists."""

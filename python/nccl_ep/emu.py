@@ -233,6 +233,9 @@ class Operation:
     def allocation(self):
         return contextlib.nullcontext()
 
+    def wait(self, event):
+        event.event.wait(self.stream)
+
     def finish(self, tensors):
         self.end = self._port.group.mark(self.stream)
         if not self._asynchronous:

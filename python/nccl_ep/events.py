@@ -27,20 +27,30 @@ class EventHandle:
 
 
 class EventOverlap:
-    """The end of a dispatch or combine. `event` is None unless the call was asynchronous.
+    """The end of a dispatch or combine. `event` is None unless the call was asynchronous. Where its epilogue was deferred, the
+    first wait, or complete(), runs it; before that `event` is None, too.
 
         with event:
             work_of_the_current_stream()   # beside the communication
         # here the current stream waits for it
     """
 
-    def __init__(self, event=None, extra_tensors=None):
+    def __init__(self, event=None, extra_tensors=None, epilogue=None):
         self.event = event
         self.extra_tensors = extra_tensors
         self.hook_after_wait = None
         self._release = False
+        self._epilogue = epilogue  # runs it and returns its EventHandle
+
+    def complete(self):
+        """Runs the deferred epilogue on the communication stream, if there is one and it has not run yet. Collective: in the order of
+        all ranks' calls."""
+        epilogue, self._epilogue = self._epilogue, None
+        if epilogue is not None:
+            self.event = epilogue()
 
     def current_stream_wait(self, release_handle=False):
+        self.complete()
         if self.event is None:
             raise RuntimeError('there is no event to wait for: expected one of a call with async_with_compute_stream '
                                '(else the current stream waits already)')
@@ -65,6 +75,6 @@ class EventOverlap:
         return self
 
     def __exit__(self, *_):
-        if self.event is not None:
+        if self.event is not None or self._epilogue is not None:
             self.current_stream_wait(self._release)
         self._release = False

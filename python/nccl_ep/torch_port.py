@@ -59,6 +59,9 @@ class Operation:
         """Context in which the tensors that the caller gets are made."""
         return torch.cuda.stream(self._comm if self._on_comm_stream else self._caller)
 
+    def wait(self, event):
+        self._comm.wait_event(event.event)
+
     def finish(self, tensors):
         self.end = torch.cuda.Event()
         self.end.record(self._comm)

@@ -68,8 +68,12 @@ class _OnStream:
 
 
 class _Operation(torch_port.Operation):
+    def __init__(self, port, *how):
+        super().__init__(port, *how)
+        self.lent = port.lent = []
+
     def finish(self, tensors):
-        self._port.fetch()
+        self._port.fetch(self.lent)
         return super().finish(tensors)
 
 
@@ -77,7 +81,7 @@ class _Port(torch_port.Port):
     def __init__(self, group):
         self.group, self.comm, self.rank, self.size = group, group.comm, group.rank(), group.size()
         self.device, self.comm_stream = torch.device('cpu'), _Stream(group.stream())
-        self._lent, self._kept = [], []
+        self.lent, self._kept = [], []  # of the call that is being made; of handles
 
     def num_sms(self):
         return self.group.num_sms
@@ -102,15 +106,15 @@ class _Port(torch_port.Port):
         memory = emu.Tensor(self.group, (size,), 'uint8')
         self._copy(memory.address, t.data_ptr(), size)
         handle_memory = t.dtype == torch.uint8 and t.dim() == 1
-        (self._kept if handle_memory else self._lent).append((memory, t, size))
+        (self._kept if handle_memory else self.lent).append((memory, t, size))
         return Array(memory.address, self.dtype(t), tuple(t.shape))
 
-    def fetch(self):
-        """Brings back what calls may have written."""
-        for memory, t, size in self._lent:
+    def fetch(self, lent):
+        """Brings back what a call may have written."""
+        for memory, t, size in lent:
             self._copy(t.data_ptr(), memory.address, size)
         call('ncclEpEmuStreamSynchronize', self.comm, self.comm_stream.cuda_stream)
-        self._lent.clear()
+        lent.clear()
 
     def counts(self, memory, address, n):
         t = torch.empty(n, dtype=torch.int32)

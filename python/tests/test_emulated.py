@@ -274,6 +274,77 @@ class Streams(Case):
             buffer.destroy()
         emu.run(body, 2, seed=5)
 
+    def deferred(self, seed, expand, ranks=2, domains=1, **how):
+        """Two batches in flight, each part of the one beside one of the other, and then a plain call between two parts."""
+        first, second = batches(seed, ranks, **how), batches(seed + 1, ranks, **how)
+
+        def expert_rows(data, me):
+            flat = reference.Flat(data, me, EXPERTS)
+            want = reference.Expanded(flat, 4)
+            x = flat.gather(data, 'x')
+            if not expand:
+                return x, reduced(flat, experts_of(flat, data, me))
+            w = np.where(want.filled, flat.weights[want.row, want.k] if len(flat.source) else 0, 0)
+            return want.gather(x), reference.round_bfloat16(want.gather(x) * w[:, None])
+
+        def body(rank):
+            me = rank.rank()
+            buffer = buffer_of(rank)
+            sent, back, how = [], [], dict(async_with_compute_stream=True, defer_epilogue=True)
+            for data in (first, second):
+                b = data[me]
+                sent.append(buffer.dispatch(
+                    rank.tensor(b.x, 'bfloat16'), rank.tensor(b.idx), rank.tensor(b.weights), num_experts=EXPERTS,
+                    expert_alignment=4, do_expand=expand, do_zero_padding=expand, **how))
+                self.assertIsNone(sent[-1][-1].event)
+            for data, (recv, _, _, handle, event) in zip((first, second), sent):
+                x, y = expert_rows(data, me)
+                with event:
+                    rows = rank.tensor(y, 'bfloat16')
+                event.complete()  # once is enough
+                self.equal(recv.float(), x, 'tokens')
+                back.append(buffer.combine(rows, handle, **how))
+            plain, *_ = buffer.dispatch(rank.tensor(first[me].x, 'bfloat16'), rank.tensor(first[me].idx),
+                                        rank.tensor(first[me].weights), num_experts=EXPERTS)
+            self.equal(plain.float(), reference.Flat(first, me, EXPERTS).gather(first, 'x'), 'a call between')
+            for data, (combined, _, event) in zip((first, second), back):
+                event.complete()
+                event.current_stream_wait()
+                self.equal(combined.float(), expected_combine(data, me, domains), 'combine')
+            with self.assertRaisesRegex(ValueError, 'defer_epilogue is set: expected async'):
+                buffer.combine(rows, handle, defer_epilogue=True)
+            buffer.destroy()
+        emu.run(body, ranks // domains, domains, seed=seed)
+
+    def test_deferred(self):
+        self.deferred(61, False, minus_one=0.1)
+
+    def test_deferred_expanded(self):
+        self.deferred(63, True, minus_one=0.1)
+
+    def test_deferred_two_domains(self):
+        self.deferred(65, True, ranks=4, domains=2)
+
+    def test_event_before_epilogue(self):
+        """Outputs that another stream still reads may be written when it has: here, when it has written them."""
+        data = batches(67, 2)
+
+        def body(rank):
+            me, b = rank.rank(), data[rank.rank()]
+            flat = reference.Flat(data, me, EXPERTS)
+            buffer = buffer_of(rank)
+            x, idx, weights = rank.tensor(b.x, 'bfloat16'), rank.tensor(b.idx), rank.tensor(b.weights)
+            recv, _, _, handle, _ = buffer.dispatch(x, idx, weights, num_experts=EXPERTS,
+                                                    previous_event_before_epilogue=buffer.capture())
+            self.equal(recv.float(), flat.gather(data, 'x'), 'tokens')
+            y = rank.tensor(reduced(flat, experts_of(flat, data, me)), 'bfloat16')
+            combined, _, event = buffer.combine(y, handle, async_with_compute_stream=True,
+                                                previous_event_before_epilogue=buffer.capture())
+            event.current_stream_wait()
+            self.equal(combined.float(), expected_combine(data, me), 'combine')
+            buffer.destroy()
+        emu.run(body, 2, seed=9)
+
     def test_many_handles(self):
         """Handles that are let go of while the device works are destroyed later, and in the end."""
         data = batches(33, 2)
@@ -442,10 +513,8 @@ class Refusals(Case):
 
         def body(rank):
             buffer = buffer_of(rank)
-            x, idx, weights = rank.tensor(b.x, 'bfloat16'), rank.tensor(b.idx), rank.tensor(b.weights)
-            _, _, _, handle, _ = buffer.dispatch(x, idx, weights, num_experts=EXPERTS, num_sms=4, do_expand=True)
-            calls = {'before_epilogue': lambda: buffer.dispatch(x, handle=handle, do_expand=True,
-                                                                previous_event_before_epilogue=buffer.capture()),
+            idx = rank.tensor(b.idx)
+            calls = {'num_cpu_bytes 4096': lambda: buffer_of(rank, num_cpu_bytes=4096),
                      'Engram': lambda: buffer.engram_fetch(idx)}
             for text, call in calls.items():
                 with self.assertRaisesRegex(NotImplementedError, text):
