@@ -70,7 +70,7 @@ BufferSizeConfig = struct(
 BufferSize = struct('ncclEpBufferSize_t', ('window_bytes', _z), ('count_bytes', _z), ('metadata_bytes', _z),
                     ('flag_bytes', _z), ('staging_bytes', _z), ('handle_bytes', _z), ('scratch_bytes', _z),
                     ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u))
-GroupExtConfig = struct('ncclEpGroupExtConfig_t', ('single_reduction', _i), ('traffic_class', _u))
+GroupExtConfig = struct('ncclEpGroupExtConfig_t', ('single_reduction', _i), ('traffic_class', _u), ('max_in_flight', _u))
 GroupProperties = struct(
     'ncclEpGroupProperties_t', ('ranks', _i), ('rank', _i), ('scale_up_ranks', _i), ('scale_up_rank', _i),
     ('scale_out_ranks', _i), ('scale_out_rank', _i), ('hybrid', _i), ('num_experts', _i), ('num_local_experts', _i),
