@@ -10,6 +10,10 @@
 
 DEV epGroupState *ep_state(const epGroupArgs &g) { return (epGroupState *)(g.scratch + g.scratchLayout.state); }
 DEV uint8_t *ep_window(const epGroupArgs &g, uint32_t rank) { return (uint8_t *)p::ldg<uint64_t>(g.windows + rank); }
+DEV uint64_t ep_shfl64(uint64_t v, uint32_t from) {
+  uint32_t lo = p::shfl(p::FULL, (uint32_t)v, from), hi = p::shfl(p::FULL, (uint32_t)(v >> 32), from);
+  return (uint64_t)hi << 32 | lo;
+}
 DEV uint32_t ep_lanes_below() { return (1u << p::lane()) - 1; }
 /* A key that no other lane has, for lanes that must not match in match_any. */
 DEV uint32_t ep_lone_key() { return 0x80000000u | p::lane(); }

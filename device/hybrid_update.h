@@ -105,7 +105,7 @@ DEV void ep_hybrid_place(const C c, const epHybridUpdateArgs &a, uint32_t t0, ui
         myRow = itsRow;
       if (owner / at.ups != at.domain)
         continue;
-      uint32_t *meta = ep_meta(g, c.ranks, owner, g.rank, gen) + (uint64_t)itsRow * g.window.metaWords;
+      uint32_t *meta = ep_meta_row(c, a.plain, owner, itsRow, gen);
       p::stg<uint32_t>(meta + 1 + r.k, mine ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
       if (r.k == 0)
         p::stg<uint32_t>(meta, EP_META_PLACE(r.token, p::popc(placed & ((1u << src) - (1u << base)))));

@@ -25,11 +25,6 @@ template <class C> DEV epConfig ep_plain_config(const C c) {
   return plain;
 }
 
-DEV uint64_t ep_shfl64(uint64_t v, uint32_t from) {
-  uint32_t lo = p::shfl(p::FULL, (uint32_t)v, from), hi = p::shfl(p::FULL, (uint32_t)(v >> 32), from);
-  return (uint64_t)hi << 32 | lo;
-}
-
 struct epPipe {
   uint32_t stages, bars; /* shared memory addresses of the warp's stages and mbarriers */
   uint32_t table; /* and of what is known of each rank: polls flush the L1, so a table in memory costs a trip each */

@@ -151,6 +151,14 @@ DEV uint32_t *ep_meta(const epGroupArgs &g, uint32_t ranks, uint32_t owner, uint
          (uint64_t)((gen & 1) * ranks + source) * g.maxTokens * g.window.metaWords;
 }
 
+/* Row `row` of this rank's at `owner`: on its way there, or, here, in the record at once. */
+template <class C>
+DEV uint32_t *ep_meta_row(const C c, const epUpdateArgs &a, uint32_t owner, uint32_t row, uint32_t gen) {
+  uint32_t me = a.group.rank;
+  if (owner != me) return ep_meta(a.group, c.ranks, owner, me, gen) + (uint64_t)row * a.group.window.metaWords;
+  return (uint32_t *)(a.record + a.recordLayout.recvMeta) + ((uint64_t)me * a.group.maxTokens + row) * (1 + c.topk);
+}
+
 template <class C> DEV void ep_update_place(const C c, const epUpdateArgs &a, uint32_t t0, uint32_t t1, uint32_t gen) {
   uint32_t w = p::warp(), below = ep_lanes_below(), locals = c.experts / c.ranks;
   int32_t *sendRow = (int32_t *)(a.record + a.recordLayout.sendRow);
@@ -165,20 +173,19 @@ template <class C> DEV void ep_update_place(const C c, const epUpdateArgs &a, ui
     if (r.valid && (r.expertMask & below) == 0) p::sts<uint32_t>(ep_hist(c, w, r.expert), pos + p::popc(r.expertMask));
     if (r.first && (r.rankMask & below) == 0)
       p::sts<uint32_t>(ep_hist(c, w, c.experts + r.owner), row + p::popc(r.rankMask));
+    uint64_t at = r.first && !ep_masked(c, a.group, r.owner) ? (uint64_t)ep_meta_row(c, a, r.owner, row, gen) : 0;
     uint32_t base = p::lane() / c.topk * c.topk, myRow = EP_NONE;
     for (uint32_t k = 0; k < c.topk; k++) { /* each k in turn offers its row to the lanes of its token */
       uint32_t src = base + k < 32 ? base + k : 31;
       bool first = p::shfl(p::FULL, r.first, src);
       uint32_t owner = p::shfl(p::FULL, r.owner, src), itsRow = p::shfl(p::FULL, row, src);
-      if (r.inside && first) {
-        uint32_t *meta =
-            ep_meta(a.group, c.ranks, owner, a.group.rank, gen) + (uint64_t)itsRow * a.group.window.metaWords;
-        bool mine = r.valid && r.owner == owner;
-        if (mine) myRow = itsRow;
-        if (ep_masked(c, a.group, owner)) continue;
-        p::stg<uint32_t>(meta + 1 + r.k, mine ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
-        if (r.k == 0) p::stg<uint32_t>(meta, r.token);
-      }
+      uint32_t *meta = (uint32_t *)ep_shfl64(at, src);
+      bool mine = r.valid && r.owner == owner;
+      if (!r.inside || !first) continue;
+      if (mine) myRow = itsRow;
+      if (!meta) continue;
+      p::stg<uint32_t>(meta + 1 + r.k, mine ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
+      if (r.k == 0) p::stg<uint32_t>(meta, r.token);
     }
     if (r.inside) {
       p::stg<int32_t>(sendRow + (uint64_t)r.token * c.topk + r.k, r.valid ? (int32_t)myRow : -1);
@@ -352,7 +359,8 @@ template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, u
     p::stg<uint32_t>(zoneBase + e, slot);
     p::stg<uint32_t>(zoneCount + e, n);
     ep_put_counter(a.expertOffsets, a.expertOffsetsWide, e, slot);
-    ep_put_counter(a.expertCounters, a.expertCountersWide, e, flat || a.expertCountersWide & EP_COUNTER_ADDS ? n : padded);
+    ep_put_counter(a.expertCounters, a.expertCountersWide, e,
+                   flat || a.expertCountersWide & EP_COUNTER_ADDS ? n : padded);
     for (uint32_t s = 0; s < c.ranks; s++) {
       uint64_t *reply = (uint64_t *)(ep_window(a.group, s) + a.group.window.replies);
       if (!ep_masked(c, a.group, s))
@@ -409,7 +417,7 @@ template <class C> DEV bool ep_update_settled(const C c, const epUpdateArgs &a, 
   return ep_block_agrees(ok);
 }
 
-/* All blocks: meta rows of every source -> record. Loads in flight together: each is a trip to the L2. */
+/* All blocks: meta rows of every other source -> record. Loads in flight together: each is a trip to the L2. */
 #define EP_META_AT_ONCE 8u
 template <class C> DEV void ep_update_copy_meta(const C c, const epUpdateArgs &a, uint32_t gen) {
   uint32_t locals = c.experts / c.ranks, me = a.group.rank, width = 1 + c.topk;
@@ -423,6 +431,7 @@ template <class C> DEV void ep_update_copy_meta(const C c, const epUpdateArgs &a
     ok = ep_wait_flag(a.group, flags + s, gen, EP_PHASE_UPDATE_META, s);
   if (!c.mask && !ep_block_agrees(ok)) return;
   for (uint32_t s = 0; s < c.ranks; s++) {
+    if (s == me) continue;
     uint32_t rows = c.mask ? p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvCount) + s)
                            : EP_ROWS_OF(p::ld_relaxed_sys(counts + (uint64_t)s * (locals + 1) + locals));
     const uint32_t *in = ep_meta(a.group, c.ranks, me, s, gen);

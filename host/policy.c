@@ -10,6 +10,8 @@
  * read several slots for each row they send, so two thirds of the blocks send (T = 4096: 66 of 132 224 us, 88 211 us, 108
  * 237 us); those that are done help to reduce. */
 #define EP_PUSH_BLOCKS_DISPATCH 28u
+/* Of few blocks, in flat, 3 of 8: T rows are sent and 2T copied (16 SMs, T = 8192: 5, 6, 8 and 10 senders 637, 575, 722 and 935 us). */
+#define EP_PUSH_SHARE_FLAT(blocks) ((blocks) > 4 ? (blocks)*3 / 8 : (blocks) / 2)
 /* In expert-major the epilogue writes each row several times and is the longer part, 2.4 us of an SM for 0.7 of a sender's; short rows
  * need more senders. */
 #define EP_PUSH_BLOCKS_DISPATCH_MAJOR 16u
@@ -43,11 +45,8 @@ unsigned epPolicySms(const epTopology *topology, unsigned limit) {
   return limit ? least(limit, all) : all;
 }
 
-ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t most, uint32_t tokens, epConfig *config,
-                            epGrid *grid) {
+ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t tokens, epConfig *config, epGrid *grid) {
   unsigned warps = topology->arch ? EP_UPDATE_THREADS / 32 : EP_EMU_WARPS;
-  /* Few SMs: wider blocks instead of more of them. By what the group may see, so that all batches share a kernel. */
-  if (topology->arch && topology->scaleOutRanks <= 1 && most > sms * EP_UPDATE_TOKENS_A_BLOCK) warps *= 2;
   config->bulk = 0; /* update moves no rows */
   config->scaleUp = topology->scaleOutRanks > 1 ? (uint32_t)topology->scaleUpRanks : 0;
   /* Each warp has a histogram of all experts and ranks in shared memory. */
@@ -83,7 +82,7 @@ static unsigned epPushBlocks(int kernelId, const epConfig *config, unsigned bloc
   if (kernelId == EP_KERNEL_DISPATCH && config->direct && blocks > 2 * EP_DIRECT_RECEIVERS(blocks))
     return least(EP_PUSH_BLOCKS_DIRECT, blocks - EP_DIRECT_RECEIVERS(blocks));
   if (kernelId == EP_KERNEL_DISPATCH)
-    return config->layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_DISPATCH, half)
+    return config->layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_DISPATCH, EP_PUSH_SHARE_FLAT(blocks))
            : major                               ? least(EP_PUSH_BLOCKS_DISPATCH_MAJOR, few)
                                                  : least(EP_PUSH_BLOCKS_DISPATCH, few);
   return config->layout == EP_LAYOUT_KIND_FLAT ? least(EP_PUSH_BLOCKS_COMBINE_FLAT, half) : blocks * 2 / 3;

@@ -13,10 +13,8 @@ typedef struct epGrid {
 
 /* SMs that a kernel may use: the device's, or fewer by the caller's limit (0: none). */
 unsigned epPolicySms(const epTopology *topology, unsigned limit);
-/* Sets config->threads and config->bulk, and gives the grid. `most`: tokens of a rank at most, `tokens`: T. Fails when a row
- * does not fit a block. */
-ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t most, uint32_t tokens, epConfig *config,
-                            epGrid *grid);
+/* Sets config->threads and config->bulk, and gives the grid. `tokens`: T. Fails when a row does not fit a block. */
+ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t tokens, epConfig *config, epGrid *grid);
 /* Takes config->fused away where the histograms of an update do not fit beside a dispatch's few warps, and config->direct
  * where there are no bulk copies; config->fused also where few blocks receive. */
 ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned sms, int kernelId, epConfig *config,

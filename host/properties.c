@@ -26,7 +26,7 @@ static unsigned long long epBlocks(const struct ncclEpGroup *g, int id, uint32_t
                                       : epMoveConfig(g, kind, g->shape.topk, g->shape.maxRowBytes, EP_DTYPE_BF16, 1);
   epGrid grid;
   ncclResult_t r = id == EP_KERNEL_UPDATE
-                       ? epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, g->shape.maxTokens, &c, &grid)
+                       ? epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, &c, &grid)
                        : epPolicyMove("ncclEpGetGroupProperties", &g->topology, epCallSms(g, 0, id, &c), id, &c, &grid);
   return r == ncclSuccess ? grid.blocks : 0;
 }
@@ -109,7 +109,7 @@ static ncclResult_t epPrepareWhole(const struct ncclEpGroup *g, const ncclEpPrep
     return epFail(ncclInvalidArgument, "%s: window_output is %d: expected 0 or 1", call, c->window_output);
   if (epIsLl(g)) return epLlPrepareWishes(g, c, out);
   kc = epUpdateConfig(g, epLayoutKind(g, c->layout), c->top_k, epTypeBytes(c->index_type));
-  r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, g->shape.maxTokens, &kc, &grid);
+  r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, &kc, &grid);
   if (r == ncclSuccess) epWishAdd(out, EP_KERNEL_UPDATE, &kc);
   for (int weights = 0; r == ncclSuccess && weights < 2; weights++) { /* forward: dispatch with, combine without */
     if (weights || c->backward) r = epPrepareMove(g, c, EP_KERNEL_DISPATCH, weights, 0, out);

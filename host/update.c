@@ -107,7 +107,7 @@ static ncclResult_t epUpdateLaunch(const char *call, struct ncclEpHandle *h, con
   epLaunch launch;
   epIssue how = {0};
   int capturing = 0;
-  ncclResult_t r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, indices->tokens, &config, &grid);
+  ncclResult_t r = epPolicyUpdate(&g->topology, g->sms, indices->tokens, &config, &grid);
   if (r == ncclSuccess) r = epKernelGet(call, g, EP_KERNEL_UPDATE, &config, stream, &kernel);
   if (r == ncclSuccess) r = g->be->ops->isCapturing(g->be, stream, &capturing);
   if (r != ncclSuccess) return r;

@@ -246,7 +246,7 @@ static void launchesFitTheDevice(void **state) {
                         .weights = 1,
                         .indexBytes = 8};
           epGrid g = {0};
-          ncclResult_t r = kernel == EP_KERNEL_UPDATE ? epPolicyUpdate(&t, epPolicySms(&t, 0), 4096, 4096, &c, &g)
+          ncclResult_t r = kernel == EP_KERNEL_UPDATE ? epPolicyUpdate(&t, epPolicySms(&t, 0), 4096, &c, &g)
                                                       : epPolicyMove("test", &t, epPolicySms(&t, 0), kernel, &c, &g);
           if (r != ncclSuccess)
             fail_msg("sm_%d, %u ranks, %u-byte rows, kernel %d: %s", devices[d].arch, ranks, rows[h], kernel,

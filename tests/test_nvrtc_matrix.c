@@ -127,7 +127,7 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
       : c->kernel >= EP_KERNEL_LL_UPDATE
           ? epPolicyLl("matrix", &target, epPolicySms(&target, 0), c->kernel, 128, config, &grid)
       : c->kernel == EP_KERNEL_UPDATE
-          ? epPolicyUpdate(&target, epPolicySms(&target, 0), 4096, 4096, config, &grid)
+          ? epPolicyUpdate(&target, epPolicySms(&target, 0), 4096, config, &grid)
           : epPolicyMove("matrix", &target, epPolicySms(&target, 0), c->kernel, config, &grid);
   return r == ncclSuccess ? epJitCompile(jit, c->kernel, config, arch, &out->code) : r;
 }

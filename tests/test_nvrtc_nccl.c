@@ -69,7 +69,7 @@ static ncclResult_t configOf(const job *j, epConfig *c) {
   c->single = (uint32_t)j->single;
   if (j->kernel == EP_KERNEL_UPDATE) {
     c->indexBytes = 8;
-    return epPolicyUpdate(&topology, 132, 4096, 4096, c, &grid);
+    return epPolicyUpdate(&topology, 132, 4096, c, &grid);
   }
   c->rowBytes = 14336, c->weights = j->kernel == EP_KERNEL_DISPATCH, c->dtype = EP_DTYPE_BF16;
   return epPolicyMove("test", &topology, 132, j->kernel, c, &grid);

@@ -22,7 +22,7 @@ static void chosen(const epTopology *t) {
   config.topk = SHOWN_TOPK;
   config.weights = 1;
   unsigned sms = epPolicySms(t, 0);
-  if (epPolicyUpdate(t, sms, 4096, 4096, &config, &update) != ncclSuccess) return;
+  if (epPolicyUpdate(t, sms, 4096, &config, &update) != ncclSuccess) return;
   config.rowBytes = 2 * SHOWN_HIDDEN;
   if (epPolicyMove("ep_info", t, sms, EP_KERNEL_DISPATCH, &config, &dispatch) != ncclSuccess) return;
   config.weights = 0;
