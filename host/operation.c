@@ -24,7 +24,8 @@ struct epStaged {
   } args;
 };
 
-#define EP_ARGS(type) {sizeof(type), offsetof(type, group), offsetof(type, pushBlocks), offsetof(type, blocks)}
+#define EP_ARGS(type) \
+  { sizeof(type), offsetof(type, group), offsetof(type, pushBlocks), offsetof(type, blocks) }
 static const struct {
   size_t bytes, group, pushBlocks, blocks;
 } places[EP_KERNEL_COUNT] = {[EP_KERNEL_DISPATCH] = EP_ARGS(epDispatchArgs),

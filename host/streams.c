@@ -9,13 +9,14 @@ ncclResult_t epIssueCheck(const char *call, const char *config, const epIssue *h
                   how->communication);
   if (how->epilogue && how->sendOnly)
     return epFail(ncclInvalidArgument,
-                  "%s: %s.epilogue_event is given with send_only: expected it as start_event of ncclEpCompleteExt", call,
-                  config);
-  if (how->communication && !how->done && !how->sendOnly)
-    return epFail(ncclInvalidArgument,
-                  "%s: %s.done_event is NULL: expected an event with communication_stream, as `stream` does not wait for "
-                  "the work",
+                  "%s: %s.epilogue_event is given with send_only: expected it as start_event of ncclEpCompleteExt",
                   call, config);
+  if (how->communication && !how->done && !how->sendOnly)
+    return epFail(
+        ncclInvalidArgument,
+        "%s: %s.done_event is NULL: expected an event with communication_stream, as `stream` does not wait for "
+        "the work",
+        call, config);
   return ncclSuccess;
 }
 
@@ -64,7 +65,7 @@ ncclResult_t epStreamsEnd(struct ncclEpGroup *g, const epIssue *how) {
 
 ncclResult_t epStreamsJoin(struct ncclEpGroup *g, const epIssue *how, cudaStream_t before) {
   return g->streams.own && g->streams.capturing && before != how->work ? joinStreams(g, before, how->work)
-                                                                        : ncclSuccess;
+                                                                       : ncclSuccess;
 }
 
 ncclResult_t epStreamsRelease(struct ncclEpGroup *g) {

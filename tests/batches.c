@@ -77,7 +77,9 @@ void epBatchFill(epTestRank *me, const setting *s, batch *b, unsigned number) {
   uint16_t x[MOST][HIDDEN];
   float w[MOST][TOPK];
   b->round++;
-  b->tokens = s->zeroTokens && me->rank % 2 ? 0 : (uint32_t)(epDrawn(s, number, b->round, 5000u + (unsigned)me->rank) % (MOST + 1));
+  b->tokens = s->zeroTokens && me->rank % 2
+                  ? 0
+                  : (uint32_t)(epDrawn(s, number, b->round, 5000u + (unsigned)me->rank) % (MOST + 1));
   for (uint32_t t = 0; t < MOST; t++) {
     for (uint32_t k = 0; k < TOPK; k++) {
       uint64_t v = epDrawn(s, number, b->round, (uint64_t)me->rank * 4096u + t * TOPK + k);
@@ -98,7 +100,7 @@ void epBatchRoute(epTestRank *me, const setting *s, batch *b, unsigned number) {
   size_t sizes[3];
   ncclEpTensor_t idx = cut(&b->idx, sizes, 2, b->tokens, TOPK, 0);
   ncclEpUpdateExtConfig_t borrow = NCCL_EP_UPDATE_EXT_CONFIG_INIT;
-  borrow.borrow_topk_idx = (int)(epDrawn(s, number, b->round, 1) % 2);
+  borrow.borrow_topk_idx = !s->copies && epDrawn(s, number, b->round, 1) % 2;
   EXPECT_OK(me, ncclEpUpdateHandleExt(b->handle, &idx, NULL, &borrow, b->stream));
 }
 
@@ -115,7 +117,8 @@ static ncclEpTensor_t rowsOf(const epTestRank *me, const setting *s, const batch
   return cut(&b->out, sizes, 2, b->out.sizes[0], HIDDEN, 0);
 }
 
-ncclResult_t epBatchDispatch(epTestRank *me, const setting *s, batch *b, int sendOnly, const ncclEpDispatchExtConfig_t *ext) {
+ncclResult_t epBatchDispatch(epTestRank *me, const setting *s, batch *b, int sendOnly,
+                             const ncclEpDispatchExtConfig_t *ext) {
   size_t sizes[5][3], ranks = (size_t)me->ranks;
   ncclEpTensor_t x = cut(&b->x, sizes[0], 2, b->tokens, HIDDEN, 0), w = cut(&b->w, sizes[1], 2, b->tokens, TOPK, 0);
   ncclEpTensor_t out = rowsOf(me, s, b, sizes[2]), outW, outIdx;
@@ -135,7 +138,8 @@ ncclResult_t epBatchDispatch(epTestRank *me, const setting *s, batch *b, int sen
   return ncclEpDispatchExt(b->handle, &in, &to, NULL, &config, ext, b->stream);
 }
 
-ncclResult_t epBatchCombine(epTestRank *me, const setting *s, batch *b, int sendOnly, const ncclEpCombineExtConfig_t *ext) {
+ncclResult_t epBatchCombine(epTestRank *me, const setting *s, batch *b, int sendOnly,
+                            const ncclEpCombineExtConfig_t *ext) {
   size_t sizes[3][3];
   ncclEpTensor_t from = rowsOf(me, s, b, sizes[0]), y = cut(&b->y, sizes[1], 2, b->tokens, HIDDEN, 0);
   ncclEpTensor_t w = cut(&b->w, sizes[2], 2, b->tokens, TOPK, 0);
@@ -156,7 +160,8 @@ void epBatchCheck(epTestRank *me, const setting *s, const batch *b, unsigned num
     for (uint32_t h = 0; h < HIDDEN; h++) {
       float want = times * elementOf(s, me->rank, number, b->round, t, h);
       EXPECT(me, y[t * HIDDEN + h] == bf16(want) || (want == 0.0f && y[t * HIDDEN + h] == 0),
-             "batch %u, round %u, token %u, element %u: %#x instead of %g", number, b->round, t, h, y[t * HIDDEN + h], (double)want);
+             "batch %u, round %u, token %u, element %u: %#x instead of %g", number, b->round, t, h, y[t * HIDDEN + h],
+             (double)want);
     }
   }
 }

@@ -16,7 +16,8 @@ typedef struct setting {
   int windows; /* dispatch's output tokens are window-backed */
   int zeroTokens;
   unsigned inFlight; /* max_in_flight */
-  uint64_t seed; /* of routings and drawn scripts */
+  int copies;        /* no update borrows topk_idx */
+  uint64_t seed;     /* of routings and drawn scripts */
   const char *script;
   unsigned steps; /* of a drawn script */
 } setting;
@@ -40,8 +41,10 @@ void epBatchFree(epTestRank *me, batch *b);
 void epBatchFill(epTestRank *me, const setting *s, batch *b, unsigned number);
 void epBatchRoute(epTestRank *me, const setting *s, batch *b, unsigned number);
 void epBatchUpdate(epTestRank *me, const setting *s, batch *b, unsigned number);
-ncclResult_t epBatchDispatch(epTestRank *me, const setting *s, batch *b, int sendOnly, const ncclEpDispatchExtConfig_t *ext);
-ncclResult_t epBatchCombine(epTestRank *me, const setting *s, batch *b, int sendOnly, const ncclEpCombineExtConfig_t *ext);
+ncclResult_t epBatchDispatch(epTestRank *me, const setting *s, batch *b, int sendOnly,
+                             const ncclEpDispatchExtConfig_t *ext);
+ncclResult_t epBatchCombine(epTestRank *me, const setting *s, batch *b, int sendOnly,
+                            const ncclEpCombineExtConfig_t *ext);
 /* Waits for the batch's stream. */
 void epBatchCheck(epTestRank *me, const setting *s, const batch *b, unsigned number);
 

@@ -51,7 +51,11 @@ static void drawnScript(epTestRank *me, const setting *s, batch *batches) {
     } else {
       step(me, s, batches, now == 'E' ? 'e' : now, number);
       flying -= now == 'e' || now == 'E';
-      next[number] = now == 'u' ? 'd' : now == 'e' ? 'c' : now == 'E' ? 'k' : v / 9 % 3 ? 'u' : 'd'; /* or again on the same routing */
+      next[number] = now == 'u'   ? 'd'
+                     : now == 'e' ? 'c'
+                     : now == 'E' ? 'k'
+                     : v / 9 % 3  ? 'u'
+                                  : 'd'; /* or again on the same routing */
     }
     done++;
   }
@@ -86,12 +90,16 @@ static void run(setting s, int ranks, unsigned domains, unsigned seeds, unsigned
 }
 
 /* Both in flight and completed in the other order; a combine beside a dispatch; whole operations between the parts. */
-static const char *const scripts[] = {"u0D0e0e0C0e0k0e0",         "u0u1D0D1e1e0C1C0e1e0k0k1", "u0u1d0D1C0e0e1k0C1u0D0e1k1e0C0e0k0",
-                                      "u0u1u2D0d1c1e0C0d2c2e0k0k1k2", "u0u1D0e0C0D1u2d2e0c2e1k0k2c1k1"};
+static const char *const scripts[] = {"u0D0e0e0C0e0k0e0", "u0u1D0D1e1e0C1C0e1e0k0k1",
+                                      "u0u1d0D1C0e0e1k0C1u0D0e1k1e0C0e0k0", "u0u1u2D0d1c1e0C0d2c2e0k0k1k2",
+                                      "u0u1D0e0C0D1u2d2e0c2e1k0k2c1k1"};
 static const struct {
   int lowLatency;
   ncclEpLayout_t layout;
-} modes[] = {{0, NCCL_EP_LAYOUT_FLAT}, {0, NCCL_EP_LAYOUT_EXPERT_MAJOR}, {1, NCCL_EP_LAYOUT_RANK_MAJOR}, {1, NCCL_EP_LAYOUT_EXPERT_MAJOR}};
+} modes[] = {{0, NCCL_EP_LAYOUT_FLAT},
+             {0, NCCL_EP_LAYOUT_EXPERT_MAJOR},
+             {1, NCCL_EP_LAYOUT_RANK_MAJOR},
+             {1, NCCL_EP_LAYOUT_EXPERT_MAJOR}};
 
 static void written(void **state) {
   (void)state;
@@ -135,7 +143,10 @@ static void noTokens(void **state) {
   (void)state;
   for (size_t m = 0; m < sizeof modes / sizeof modes[0]; m++)
     for (int ranks = 1; ranks <= 2; ranks++)
-      run((setting){.lowLatency = modes[m].lowLatency, .layout = modes[m].layout, .zeroTokens = 1, .script = scripts[1]}, ranks, 1, 1, 0);
+      run(
+          (setting){
+              .lowLatency = modes[m].lowLatency, .layout = modes[m].layout, .zeroTokens = 1, .script = scripts[1]},
+          ranks, 1, 1, 0);
   run((setting){.layout = NCCL_EP_LAYOUT_FLAT, .zeroTokens = 1, .script = scripts[2]}, 2, 2, 1, 0);
 }
 
@@ -160,10 +171,12 @@ static void refusalsBody(epTestRank *me) {
   sizes[0] = b[0].tokens, sizes[1] = TOPK, idx.sizes = sizes;
   EXPECT_OK(me, ncclEpComplete(b[0].handle, NULL, NULL)); /* nothing there */
   EXPECT_OK(me, epBatchDispatch(me, s, &b[0], 1, NULL));
-  EXPECT_ERROR(me, epBatchDispatch(me, s, &b[0], 1, NULL), ncclInvalidUsage, "staged dispatch of the handle|ncclEpComplete before");
+  EXPECT_ERROR(me, epBatchDispatch(me, s, &b[0], 1, NULL), ncclInvalidUsage,
+               "staged dispatch of the handle|ncclEpComplete before");
   EXPECT_ERROR(me, epBatchDispatch(me, s, &b[0], 0, NULL), ncclInvalidUsage, "staged dispatch of the handle");
   EXPECT_ERROR(me, epBatchCombine(me, s, &b[0], 0, NULL), ncclInvalidUsage, "staged dispatch of the handle");
-  EXPECT_ERROR(me, ncclEpUpdateHandle(b[0].handle, &idx, NULL, NULL), ncclInvalidUsage, "ncclEpUpdateHandle|staged dispatch of the handle");
+  EXPECT_ERROR(me, ncclEpUpdateHandle(b[0].handle, &idx, NULL, NULL), ncclInvalidUsage,
+               "ncclEpUpdateHandle|staged dispatch of the handle");
   EXPECT_OK(me, epBatchDispatch(me, s, &b[1], 1, NULL));
   EXPECT_ERROR(me, epBatchDispatch(me, s, &b[2], 1, NULL), ncclInvalidUsage, "2 staged operations|max_in_flight, 2");
   EXPECT_OK(me, epBatchDispatch(me, s, &b[2], 0, NULL)); /* a whole one needs no room */
@@ -196,6 +209,46 @@ static void refusals(void **state) {
     setting s = {.lowLatency = modes[m].lowLatency, .layout = modes[m].layout, .seed = 5};
     epTestWorld world = {.ranks = 2, .seed = 3, .arg = &s};
     epWorldRun(&world, refusalsBody);
+  }
+}
+
+/* Rank 1 never sends: rank 0's completion gives up, what is queued behind it ends, too, and the group can be destroyed. */
+static void absentBody(epTestRank *me) {
+  const setting *s = me->arg;
+  batch b[2] = {0};
+  int error = 0;
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  ncclEpPrepareConfig_t prepare = NCCL_EP_PREPARE_CONFIG_INIT;
+  epSettingGroup(me, s);
+  prepare.layout = s->layout, prepare.hidden = HIDDEN, prepare.top_k = TOPK, prepare.in_flight = 2;
+  prepare.dispatch_type = prepare.combine_type = ncclBfloat16, prepare.index_type = ncclInt64;
+  EXPECT_OK(me, ncclEpPrepare(me->group, &prepare)); /* else the first send would wait for all on the host */
+  for (unsigned i = 0; i < 2; i++) epBatchMake(me, s, &b[i]), epBatchUpdate(me, s, &b[i], i);
+  if (me->rank == 0) {
+    EXPECT_OK(me,
+              ncclEpEmuMemset(me->comm, b[0].out.t.data, 0, b[0].out.bytes, NULL)); /* combine's rows, come what may */
+    for (unsigned i = 0; i < 2; i++) EXPECT_OK(me, epBatchDispatch(me, s, &b[i], 1, NULL));
+    EXPECT_OK(me, ncclEpComplete(b[0].handle, NULL, NULL));
+    EXPECT_OK(me, epBatchCombine(me, s, &b[0], 0, NULL));
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    EXPECT_OK(me, ncclEpGetAsyncError(me->group, &error));
+    EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+    EXPECT(me, error == 1 && info.code == 1 && info.peer == 1, "error %d, code %d, peer %d", error, info.code,
+           info.peer);
+    EXPECT_ERROR(me, ncclEpComplete(b[1].handle, NULL, NULL), ncclRemoteError, "ncclEpComplete|lost|rank 1");
+    EXPECT_ERROR(me, epBatchCombine(me, s, &b[0], 1, NULL), ncclRemoteError, "lost");
+  }
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  for (unsigned i = 0; i < 2; i++) epBatchFree(me, &b[i]);
+  epGroupFree(me);
+}
+
+static void absentRank(void **state) {
+  (void)state;
+  for (size_t m = 0; m < sizeof modes / sizeof modes[0]; m++) {
+    setting s = {.lowLatency = modes[m].lowLatency, .layout = modes[m].layout, .seed = 5, .copies = 1};
+    epTestWorld world = {.ranks = 2, .seed = 4, .arg = &s};
+    epWorldRun(&world, absentBody);
   }
 }
 
@@ -241,8 +294,9 @@ static void environment(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(written),  cmocka_unit_test(anyOrder), cmocka_unit_test(anyOrderAcrossDomains),
-                                     cmocka_unit_test(fewBlocks), cmocka_unit_test(noTokens), cmocka_unit_test(refusals),
-                                     cmocka_unit_test(environment)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(written),    cmocka_unit_test(anyOrder),   cmocka_unit_test(anyOrderAcrossDomains),
+      cmocka_unit_test(fewBlocks),  cmocka_unit_test(noTokens),   cmocka_unit_test(refusals),
+      cmocka_unit_test(absentRank), cmocka_unit_test(environment)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -144,7 +144,8 @@ static void eventsBody(epTestRank *me) {
     EXPECT_OK(me, ncclEpEmuStreamWaitEvent(me->comm, t.compute, t.e[0]));
     epBatchRoute(me, t.s, b, 0);
     d.start_event = t.e[0], d.epilogue_event = t.s->windows ? NULL : t.e[1], d.done_event = t.e[2];
-    if (t.s->windows) d.start_event = t.e[1]; /* peers store into the output from the start on: they wait for what this rank tells */
+    if (t.s->windows)
+      d.start_event = t.e[1]; /* peers store into the output from the start on: they wait for what this rank tells */
     EXPECT_OK(me, epBatchDispatch(me, t.s, b, 0, &d));
     EXPECT_OK(me, ncclEpEmuStreamWaitEvent(me->comm, t.other, t.e[2]));
     spoil(me, &b->x, t.other);
@@ -217,7 +218,8 @@ static void refusedBody(epTestRank *me) {
   batch *b = &t.b[0];
   epBatchUpdate(me, t.s, b, 0);
   d.communication_stream = 1;
-  EXPECT_ERROR(me, epBatchDispatch(me, t.s, b, 0, &d), ncclInvalidArgument, "ext_config.done_event is NULL|communication_stream");
+  EXPECT_ERROR(me, epBatchDispatch(me, t.s, b, 0, &d), ncclInvalidArgument,
+               "ext_config.done_event is NULL|communication_stream");
   d.communication_stream = 2, d.done_event = t.e[0];
   EXPECT_ERROR(me, epBatchDispatch(me, t.s, b, 0, &d), ncclInvalidArgument, "ext_config.communication_stream is 2");
   d.communication_stream = 0, d.epilogue_event = t.e[1];
@@ -227,7 +229,8 @@ static void refusedBody(epTestRank *me) {
   c.start_event = unknown;
   EXPECT_ERROR(me, epBatchCombine(me, t.s, b, 0, &c), t.s->lowLatency ? ncclInvalidUsage : ncclInvalidArgument, "");
   e.communication_stream = 1;
-  EXPECT_ERROR(me, ncclEpCompleteExt(b->handle, &e, t.compute), ncclInvalidArgument, "ncclEpCompleteExt|config.done_event is NULL");
+  EXPECT_ERROR(me, ncclEpCompleteExt(b->handle, &e, t.compute), ncclInvalidArgument,
+               "ncclEpCompleteExt|config.done_event is NULL");
   e.communication_stream = 0, e.start_event = unknown;
   EXPECT_ERROR(me, ncclEpCompleteExt(b->handle, &e, t.compute), ncclInvalidArgument, "event");
   EXPECT_ERROR(me, ncclEpDeferredRun(NULL, t.compute), ncclInvalidArgument, "ncclEpDeferredRun|deferred is NULL");
@@ -298,8 +301,9 @@ static void refused(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(communication), cmocka_unit_test(deferred), cmocka_unit_test(events),
-                                     cmocka_unit_test(acrossDomains), cmocka_unit_test(order),    cmocka_unit_test(callerIsFree),
+  const struct CMUnitTest tests[] = {cmocka_unit_test(communication), cmocka_unit_test(deferred),
+                                     cmocka_unit_test(events),        cmocka_unit_test(acrossDomains),
+                                     cmocka_unit_test(order),         cmocka_unit_test(callerIsFree),
                                      cmocka_unit_test(refused)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
