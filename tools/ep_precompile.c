@@ -57,6 +57,7 @@ enum {
   OPT_SCALES,
   OPT_BORROW,
   OPT_WINDOW_OUT,
+  OPT_STAGED,
   OPT_SINGLE
 };
 static const struct argp_option options[] = {
@@ -76,6 +77,7 @@ static const struct argp_option options[] = {
     {"index", OPT_INDEX, "TYPE", 0, "of topk_idx: int64, int32 or both (default int64)", 0},
     {"backward", OPT_BACKWARD, NULL, 0, "also the kernels of the backward pass", 0},
     {"borrow", OPT_BORROW, NULL, 0, "also the dispatch after an update that borrows topk_idx", 0},
+    {"staged", OPT_STAGED, NULL, 0, "also both parts of staged operations (send_only)", 0},
     {"window-out", OPT_WINDOW_OUT, NULL, 0, "dispatch for window-backed outputs instead of ordinary ones", 0},
     {"single-reduction", OPT_SINGLE, NULL, 0, "combine of groups made with single_reduction", 0},
     {"cache-dir", OPT_CACHE, "DIR", 0, "the folder (default: the one the library uses)", 0},
@@ -92,7 +94,7 @@ typedef struct {
   list archs, ranks, experts, topks, hiddens;
   ncclDataType_t dispatchType, combineType;
   unsigned scaleBytes;
-  int layout[LAYOUTS], index64, index32, backward, borrow, windowOut, single, jobs, quiet;
+  int layout[LAYOUTS], index64, index32, backward, borrow, windowOut, staged, single, jobs, quiet;
   const char *cacheDir;
 } precompile;
 
@@ -195,6 +197,9 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
   case OPT_WINDOW_OUT:
     p->windowOut = 1;
     return 0;
+  case OPT_STAGED:
+    p->staged = 1;
+    return 0;
   case OPT_SINGLE:
     p->single = 1;
     return 0;
@@ -256,6 +261,7 @@ static int addConfig(const precompile *p, const struct ncclEpGroup *g, const lay
   c.backward = p->backward && !layout->ll; /* low latency has the forward pass only */
   c.borrow_topk_idx = p->borrow;
   c.window_output = p->windowOut;
+  c.in_flight = p->staged != 0;
   if (epPrepareWishes(g, &c, &wishes) != ncclSuccess) return 0;
   for (int i = 0; i < wishes.count; i++) {
     const epConfig *config = &wishes.wish[i].config;
