@@ -19,6 +19,8 @@ enum {
   EP_KERNEL_COUNT
 };
 
+enum { EP_QUANTISE_NONE = 0, EP_QUANTISE_E4M3, EP_QUANTISE_POWERS /* with scales that are powers of two */ };
+
 enum { EP_DTYPE_BYTES = 0, EP_DTYPE_BF16, EP_DTYPE_F16, EP_DTYPE_F32 };
 
 enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
@@ -38,6 +40,7 @@ enum { EP_PART_WHOLE = 0, EP_PART_SEND, EP_PART_RECEIVE };
   X(dtype)      /* EP_DTYPE_*: combine only */                                                                              \
   X(layout)     /* EP_LAYOUT_KIND_* */                                                                                      \
   X(scaleBytes) /* of a token's row of scales, a multiple of 4; 0: none */                                                  \
+  X(quantise)   /* low-latency dispatch: EP_QUANTISE_*; rowBytes are then those it makes */                                 \
   X(bias)       /* rows that combine's sums start from: 0, 1 or 2 */                                                        \
   X(single)     /* combine only: nothing is summed before a token's own rank sums all its slots */                          \
   X(weights)    /* rows carry K FP32 weights: forward dispatch, backward combine */                                         \

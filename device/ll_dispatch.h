@@ -15,7 +15,7 @@
 #ifndef EP_DEVICE_LL_DISPATCH_H_
 #define EP_DEVICE_LL_DISPATCH_H_
 
-#include "ll.h"
+#include "ll_quantise.h"
 
 /* ---- Decisions ----------------------------------------------------------------------------------------------------- */
 
@@ -312,22 +312,35 @@ template <class C> DEV uint32_t ep_ll_scale_at(const C c, uint32_t strip, uint32
 /* Scales are words, at addresses that are no better. */
 template <class C>
 DEV void ep_ll_load_row(const C c, const epLlDispatchArgs &a, uint64_t row, uint32_t strip, uint32_t bytes, uint4 *v) {
-  ep_ll_load(a.tokens + row * c.rowBytes + strip * EP_STRIP_DATA, ep_ll_token_bytes(c, strip, bytes), v);
+  const uint8_t *made = a.tokens + 2 * row * c.rowBytes; /* from here */
+  if (c.quantise)
+    ep_quant_load(c, made, ep_ll_buffer(c, EP_KERNEL_LL_DISPATCH), strip, bytes, ep_ll_token_bytes(c, strip, bytes), v);
+  else
+    ep_ll_load(a.tokens + row * c.rowBytes + strip * EP_STRIP_DATA, ep_ll_token_bytes(c, strip, bytes), v);
   if (c.scaleBytes == 0 || bytes == 0 || (strip + 1) * EP_STRIP_DATA <= c.rowBytes)
     return;
-  const uint8_t *from = a.scales + row * c.scaleBytes;
+  const uint8_t *given = a.scales + row * c.scaleBytes;
+  uint32_t buffer = ep_ll_buffer(c, EP_KERNEL_LL_DISPATCH), end = (strip + 1) * EP_STRIP_DATA - c.rowBytes;
+  uint32_t begin = strip * EP_STRIP_DATA < c.rowBytes ? 0 : strip * EP_STRIP_DATA - c.rowBytes; /* of the strip's scales */
+  if (c.quantise)
+    ep_quant_scales(c, made, buffer, begin, end < c.scaleBytes ? end : c.scaleBytes);
+  auto word = [&](uint32_t at) {
+    return c.quantise ? p::lds<uint32_t>(buffer + at - begin) : p::ldg<uint32_t>(given + at);
+  };
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
     uint32_t at = ep_ll_scale_at(c, strip, i);
     if (at < c.scaleBytes)
-      v[i].x = p::ldg<uint32_t>(from + at);
+      v[i].x = word(at);
     if (at + 4 < c.scaleBytes)
-      v[i].y = p::ldg<uint32_t>(from + at + 4);
+      v[i].y = word(at + 4);
     if (at + 8 < c.scaleBytes)
-      v[i].z = p::ldg<uint32_t>(from + at + 8);
+      v[i].z = word(at + 8);
     if (at + 12 < c.scaleBytes)
-      v[i].w = p::ldg<uint32_t>(from + at + 12);
+      v[i].w = word(at + 12);
   }
+  if (c.quantise)
+    p::sync_warp();
 }
 template <class C>
 DEV void ep_ll_store_row(const C c, const epLlDispatchArgs &a, uint64_t row, uint32_t strip, uint32_t bytes, const uint4 *v) {

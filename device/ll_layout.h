@@ -145,7 +145,7 @@ typedef struct epLlDispatchArgs {
   uint32_t globalIdx;          /* outIdx holds global ids instead of local ones */
   uint8_t *record;
   epLlDecisions decisions;
-  const uint8_t *tokens; /* [T][rowBytes] */
+  const uint8_t *tokens; /* [T][rowBytes], or when cfg.quantise BF16 [T][rowBytes elements] */
   const uint8_t *scales; /* [T][scaleBytes] when cfg.scaleBytes */
   const float *weights;  /* [T][K] when cfg.weights */
   epGroupArgs group;

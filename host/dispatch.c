@@ -233,7 +233,7 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   if (r == ncclSuccess) r = epIssueCheck(call, "ext_config", &how);
   if (r == ncclSuccess && epIsLl(g)) return epLlDispatch(call, h, in, out, info, config, ext, &how, stream);
   if (r == ncclSuccess) r = epDispatchConfigCheck(call, config, info);
-  if (r == ncclSuccess) r = epScalesRecipe(call, config, &forwarded);
+  if (r == ncclSuccess) r = epScalesRecipe(call, config, 0, &forwarded);
   if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epDispatchInputs(call, h, in, forward, &rowBytes, &a);
   if (r == ncclSuccess) r = epDispatchTokensOut(call, h, in, out, &a, &shared);

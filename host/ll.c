@@ -163,6 +163,10 @@ static ncclResult_t passCheck(const char *call, ncclEpPassDir_t pass) {
   return ncclSuccess;
 }
 
+/* NCCL_EP_DISP_QUANT_DS_FP8E3M4: what it makes, and the elements of one of its scales (device/ll_quantise.h). */
+#define EP_E4M3 ((ncclDataType_t)10) /* ncclFloat8e4m3, which older headers lack */
+#define EP_QUANT_ELEMENTS 128u
+
 /* ---- Dispatch ------------------------------------------------------------------------------------------------------ */
 
 /* Scales lie in rows only, and no row is there to pad. */
@@ -227,19 +231,26 @@ static ncclResult_t dispatchCounters(const char *call, const struct ncclEpHandle
 }
 
 static ncclResult_t dispatchTokens(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
-                                   const ncclEpDispatchOutputs_t *out, uint32_t *rowBytes, epLlDispatchArgs *a) {
+                                   const ncclEpDispatchOutputs_t *out, int quantise, uint32_t *rowBytes,
+                                   epLlDispatchArgs *a) {
   const epArgName from = {call, "inputs.tokens"}, to = {call, "outputs.tokens"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
   ncclResult_t r = tokensCheck(from, h, in->tokens);
-  if (r == ncclSuccess)
-    r = epRowBytes(call, g, "inputs.tokens", in->tokens->sizes[1], in->tokens->datatype, rowBytes);
+  const ncclDataType_t type = quantise ? EP_E4M3 : r == ncclSuccess ? in->tokens->datatype : ncclUint8;
+  if (r == ncclSuccess && quantise) r = epTensorType(from, in->tokens, ncclBfloat16);
+  if (r == ncclSuccess && quantise && in->tokens->sizes[1] % EP_QUANT_ELEMENTS)
+    r = epFail(ncclInvalidArgument,
+               "%s: inputs.tokens.sizes[1] is %zu: expected a multiple of %u, the elements of a scale of "
+               "NCCL_EP_DISP_QUANT_DS_FP8E3M4",
+               call, in->tokens->sizes[1], EP_QUANT_ELEMENTS);
+  if (r == ncclSuccess) r = epRowBytes(call, g, "inputs.tokens", in->tokens->sizes[1], type, rowBytes);
   if (r == ncclSuccess) r = epTensorAddress(from, g->be, in->tokens, EP_ROW_ALIGN, &dev);
   if (r != ncclSuccess) return r;
   a->tokens = dev;
   a->numTokens = (uint32_t)in->tokens->sizes[0];
   r = placesCheck(to, h, out->tokens, in->tokens->sizes[1], "hidden of inputs.tokens");
-  if (r == ncclSuccess) r = epTensorType(to, out->tokens, in->tokens->datatype);
+  if (r == ncclSuccess) r = epTensorType(to, out->tokens, type);
   if (r == ncclSuccess) r = epTensorAddress(to, g->be, out->tokens, EP_ROW_ALIGN, &dev);
   if (r == ncclSuccess) a->outTokens = dev;
   return r;
@@ -247,15 +258,18 @@ static ncclResult_t dispatchTokens(const char *call, const struct ncclEpHandle *
 
 /* Rows of scales have the places of their tokens. */
 static ncclResult_t dispatchScales(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
-                                   const ncclEpDispatchOutputs_t *out, int forwarded, uint32_t rowBytes,
+                                   const ncclEpDispatchOutputs_t *out, int forwarded, int quantise, uint32_t rowBytes,
                                    uint32_t *scaleBytes, epLlDispatchArgs *a) {
   const epArgName to = {call, "outputs.scales"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
   ncclResult_t r = epScalesIn(call, g, in->scales, forwarded, a->numTokens, rowBytes, scaleBytes, &a->scales);
-  if (r != ncclSuccess || !forwarded) return r == ncclSuccess ? epScalesNotOut(call, out->scales) : r;
-  r = placesCheck(to, h, out->scales, in->scales->sizes[1], "extent of inputs.scales");
-  if (r == ncclSuccess) r = epTensorType(to, out->scales, in->scales->datatype);
+  if (r != ncclSuccess || !(forwarded || quantise)) return r == ncclSuccess ? epScalesNotOut(call, out->scales) : r;
+  r = quantise ? placesCheck(to, h, out->scales, rowBytes / EP_QUANT_ELEMENTS, "one for each 128 elements")
+               : placesCheck(to, h, out->scales, in->scales->sizes[1], "extent of inputs.scales");
+  if (r == ncclSuccess) r = epTensorType(to, out->scales, quantise ? ncclFloat32 : in->scales->datatype);
+  if (r == ncclSuccess && quantise)
+    r = epScaleBytes(call, g, to.tensor, 4ull * (rowBytes / EP_QUANT_ELEMENTS), rowBytes, scaleBytes);
   if (r == ncclSuccess) r = epTensorAddress(to, g->be, out->scales, EP_SCALE_WORD, &dev);
   if (r == ncclSuccess) a->outScales = dev;
   return r;
@@ -291,7 +305,7 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
                           const ncclEpDispatchExtConfig_t *ext, epIssue *how, cudaStream_t stream) {
   struct ncclEpGroup *g = h->group;
   uint32_t rowBytes = 0, scaleBytes = 0;
-  int forwarded = 0;
+  int forwarded = 0, quantise = config->quant_recipe == NCCL_EP_DISP_QUANT_DS_FP8E3M4;
   epLlDispatchArgs a;
   epConfig c;
   epGrid grid;
@@ -299,16 +313,17 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
   ncclResult_t r;
   memset(&a, 0, sizeof a);
   r = passCheck(call, config->pass_direction);
-  if (r == ncclSuccess) r = epScalesRecipe(call, config, &forwarded);
+  if (r == ncclSuccess) r = epScalesRecipe(call, config, 1, &forwarded);
   if (r == ncclSuccess) r = dispatchOptionsCheck(call, ext);
   if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
-  if (r == ncclSuccess) r = dispatchTokens(call, h, in, out, &rowBytes, &a);
+  if (r == ncclSuccess) r = dispatchTokens(call, h, in, out, quantise, &rowBytes, &a);
   if (r == ncclSuccess) r = dispatchExtras(call, h, in, out, &a);
-  if (r == ncclSuccess) r = dispatchScales(call, h, in, out, forwarded, rowBytes, &scaleBytes, &a);
+  if (r == ncclSuccess) r = dispatchScales(call, h, in, out, forwarded, quantise, rowBytes, &scaleBytes, &a);
   if (r == ncclSuccess) r = dispatchCounters(call, h, info, &a);
   if (r != ncclSuccess) return r;
   c = configOf(g, kindOf(h), h->topk, rowBytes, EP_DTYPE_BYTES, h->layout == NCCL_EP_LAYOUT_RANK_MAJOR);
   c.scaleBytes = scaleBytes;
+  if (quantise) c.quantise = config->round_scales ? EP_QUANTISE_POWERS : EP_QUANTISE_E4M3;
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_DISPATCH, a.numTokens, &c, &grid);
   if (r != ncclSuccess) return r;
   a.window = epLlWindowLayoutOf(g->shape);

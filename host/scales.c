@@ -6,15 +6,22 @@
 
 static const char epWhyNoScales[] = "only NCCL_EP_DISP_QUANT_FWD has scales";
 
-ncclResult_t epScalesRecipe(const char *call, const ncclEpDispatchConfig_t *c, int *forwarded) {
-  if (c->quant_recipe != NCCL_EP_DISP_QUANT_NONE && c->quant_recipe != NCCL_EP_DISP_QUANT_FWD)
-    return epFail(c->quant_recipe == NCCL_EP_DISP_QUANT_DS_FP8E3M4 ? ncclInvalidUsage : ncclInvalidArgument,
-                  "%s: quant_recipe is %d: expected NCCL_EP_DISP_QUANT_NONE or NCCL_EP_DISP_QUANT_FWD", call,
+ncclResult_t epScalesRecipe(const char *call, const ncclEpDispatchConfig_t *c, int lowLatency, int *forwarded) {
+  if ((unsigned)c->quant_recipe > NCCL_EP_DISP_QUANT_DS_FP8E3M4)
+    return epFail(ncclInvalidArgument, "%s: quant_recipe is %d: expected an ncclEpDispQuant_t", call,
                   (int)c->quant_recipe);
-  if (c->round_scales)
-    return epFail(ncclInvalidUsage, "%s: round_scales is %u: expected 0: the caller's scales travel as they are", call,
-                  c->round_scales);
   *forwarded = c->quant_recipe == NCCL_EP_DISP_QUANT_FWD;
+  if (c->quant_recipe == NCCL_EP_DISP_QUANT_DS_FP8E3M4)
+    return lowLatency ? ncclSuccess
+                      : epFail(ncclInvalidUsage,
+                               "%s: quant_recipe is NCCL_EP_DISP_QUANT_DS_FP8E3M4: expected NCCL_EP_DISP_QUANT_NONE or "
+                               "NCCL_EP_DISP_QUANT_FWD in high throughput",
+                               call);
+  if (c->round_scales)
+    return epFail(ncclInvalidUsage,
+                  "%s: round_scales is %u: expected 0 but with NCCL_EP_DISP_QUANT_DS_FP8E3M4, as the caller's scales "
+                  "travel as they are",
+                  call, c->round_scales);
   return ncclSuccess;
 }
 

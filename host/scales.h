@@ -5,12 +5,12 @@
 #include "runtime.h"
 #include "tensor.h"
 
-/* The recipe is one that there is, and no option contradicts it. `*forwarded`: the caller's scales travel. */
-ncclResult_t epScalesRecipe(const char *call, const ncclEpDispatchConfig_t *config, int *forwarded);
+/* The recipe is one that the algorithm has, and no option contradicts it. `*forwarded`: the caller's scales travel. */
+ncclResult_t epScalesRecipe(const char *call, const ncclEpDispatchConfig_t *config, int lowLatency, int *forwarded);
 /* inputs.scales of `tokens` rows: absent unless they are forwarded; else a row's bytes, and where they are. */
 ncclResult_t epScalesIn(const char *call, const struct ncclEpGroup *group, const ncclEpTensor_t *scales, int forwarded,
                         uint32_t tokens, uint32_t rowBytes, uint32_t *scaleBytes, const uint8_t **dev);
-/* outputs.scales where they are not forwarded. */
+/* outputs.scales where there are none. */
 ncclResult_t epScalesNotOut(const char *call, const ncclEpTensor_t *scales);
 
 #endif

@@ -274,7 +274,7 @@ typedef enum {
   NCCL_EP_DISP_QUANT_NONE = 0, /* rows travel as they are, no scales */
   NCCL_EP_DISP_QUANT_FWD = 1,  /* the caller's rows of scales travel beside the token rows, both bit for bit */
   NCCL_EP_DISP_QUANT_DS_FP8E3M4 =
-      2 /* BF16 in, E4M3 and FP32 scales per 128 elements out; low latency. Not supported yet */
+      2 /* BF16 in, E4M3 and an FP32 scale for each 128 elements out; low latency. See ncclEpDispatch */
 } ncclEpDispQuant_t;
 
 /* Low-precision recipes of combine. */
@@ -511,7 +511,7 @@ typedef struct {
   unsigned int size;
   unsigned int magic;
   unsigned int send_only;         /* nonzero: only the sending part, ncclEpComplete does the rest: see "Staging" above */
-  unsigned int round_scales;      /* scales to powers of two, for recipes that make scales; else must be 0 */
+  unsigned int round_scales;      /* scales are powers of two: NCCL_EP_DISP_QUANT_DS_FP8E3M4; else must be 0 */
   ncclEpPassDir_t pass_direction; /* forward unless set */
   ncclEpDispQuant_t quant_recipe; /* (version 2) whether scales travel too */
 } ncclEpDispatchConfig_t;
@@ -714,6 +714,11 @@ ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle);
  * FP32, FP16, BF16, FP8 (both), uint8, int32 and uint32. A row of scales has a multiple of 4 bytes (fill up to it with
  * bytes of your own), the same on all ranks, and starts 4-byte aligned; with the row of tokens, and rounded up to 16,
  * it fits max_token_bytes. Flat: rows past the received ones stay untouched. Expert-major: padding rows are zero.
+ *
+ * NCCL_EP_DISP_QUANT_DS_FP8E3M4 (low latency) makes the scales: inputs.tokens are BF16, H a multiple of 128, inputs.scales
+ * is NULL, outputs.tokens are E4M3 and outputs.scales FP32 [..., H / 128]. Of a block of 128 elements, amax (at least
+ * 1e-4) gives the scale amax / 448, and an element x becomes x * (448 / amax), rounded to nearest even. With
+ * config.round_scales the scale is the power of two that is not below it, and x is multiplied by its inverse.
  *
  * In low latency (forward pass) the outputs have fixed places and are 3-D:
  *   rank-major        tokens [R, B, H], topk_weights [R, B, K], topk_idx [R, B, K] int32: region s holds the tokens of

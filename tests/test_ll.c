@@ -1,5 +1,6 @@
 /* Low latency on the emulated fabric: what the layouts promise, what handles may do to each other, and what is refused.
  * Data is +-1 and weights are powers of two, experts are the identity, so that sums have closed forms. */
+#include <math.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -336,6 +337,123 @@ static void scales(void **state) {
       p.byteType = cases[i].byteType, p.scaleType = cases[i].scaleType;
       epTestWorld world = {.ranks = (int)p.ranks, .seed = 300 + i, .arg = &p};
       epWorldRun(&world, streamedBody);
+      planFree(&p);
+    }
+}
+
+/* ---- Quantised by dispatch ------------------------------------------------------------------------------------------ */
+
+/* Blocks of different magnitudes, one of zeros, one below what counts. */
+static uint16_t wideElement(uint32_t rank, uint32_t t, uint32_t h) {
+  uint32_t block = h / 128, x = (rank * 977 + t * 131 + h) * 2654435761u;
+  uint32_t exponent = block % 5 == 4 ? 90 : 112 + (block * 7 + t) % 20 - (x >> 20) % 14;
+  return block % 5 == 3 ? 0 : (uint16_t)((x >> 16 & 0x8000) | exponent << 7 | (x >> 9 & 0x7f));
+}
+static float wideValue(uint32_t rank, uint32_t t, uint32_t h) {
+  uint16_t x = wideElement(rank, t, h);
+  return epRefLoad(EP_REF_BF16, &x, 0);
+}
+
+static float e4m3Value(unsigned code) {
+  int exponent = (int)(code >> 3 & 15);
+  float m = exponent ? 1.0f + (float)(code & 7) / 8 : (float)(code & 7) / 8,
+        v = ldexpf(m, (exponent ? exponent : 1) - 7);
+  return code & 0x80 ? -v : v;
+}
+/* The nearest code by trying all; of two as near the even one. */
+static unsigned e4m3Of(float x) {
+  unsigned best = 0;
+  for (unsigned c = 0; c < 0x7f; c++) {
+    float d = fabsf(fabsf(x) - e4m3Value(c)), least = fabsf(fabsf(x) - e4m3Value(best));
+    if (d < least || (d == least && !(c & 1))) best = c;
+  }
+  return best | (signbit(x) ? 0x80 : 0);
+}
+
+static void quantisedRow(epTestRank *me, const plan *p, epRefRow from, const uint8_t *row, const float *scales,
+                         int powers) {
+  int bad = 0;
+  for (uint32_t block = 0; block < p->hidden / 128; block++) {
+    float amax = 1e-4f, scale, times;
+    for (uint32_t i = 0; i < 128; i++) {
+      float v = fabsf(wideValue((uint32_t)from.source, (uint32_t)from.token, block * 128 + i));
+      amax = v > amax ? v : amax;
+    }
+    scale = amax * (1 / 448.0f), times = 448.0f / amax;
+    if (powers) scale = exp2f(ceilf(log2f(scale))), times = 1 / scale;
+    bad += scales[block] != scale;
+    for (uint32_t i = 0; i < 128; i++)
+      bad += row[block * 128 + i] !=
+             e4m3Of(wideValue((uint32_t)from.source, (uint32_t)from.token, block * 128 + i) * times);
+  }
+  EXPECT(me, !bad, "%d wrong bytes or scales of token %d of rank %d", bad, from.token, from.source);
+}
+
+static void quantisedBody(epTestRank *me) {
+  plan *p = me->arg;
+  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+  ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+  ncclEpDispatchConfig_t config = NCCL_EP_DISPATCH_CONFIG_INIT;
+  const epRefRank *want = &p->ref[0]->rank[me->rank];
+  uint32_t T = p->tokens[0][me->rank], blocks = p->hidden / 128;
+  uint16_t *x = calloc((size_t)T * p->hidden + 1, 2);
+  epTestTensor bytes, scales;
+  ncclEpHandle_t h = NULL;
+  batch b;
+  groupMake(me, p, 0);
+  if (!me->group || !x) {
+    free(x);
+    return;
+  }
+  handleMake(me, p, &h);
+  batchMake(me, p, 0, &b);
+  for (uint32_t i = 0; i < T * p->hidden; i++) x[i] = wideElement((uint32_t)me->rank, i / p->hidden, i % p->hidden);
+  epTensorFill(me, &b.x, x);
+  places(me, p, &bytes, ncclFloat8e4m3, p->hidden, "bytes");
+  places(me, p, &scales, ncclFloat32, blocks, "made scales");
+  in.tokens = &b.x.t, out.tokens = &bytes.t, out.scales = &scales.t;
+  if (p->layout == NCCL_EP_LAYOUT_RANK_MAJOR)
+    in.topk_weights = &b.w.t, out.topk_weights = &b.outW.t, out.topk_idx = &b.outIdx.t;
+  config.quant_recipe = NCCL_EP_DISP_QUANT_DS_FP8E3M4;
+  EXPECT_OK(me, update(p, h, &b));
+  for (unsigned powers = 0; powers < 2; powers++) {
+    config.round_scales = powers;
+    EXPECT_OK(me, ncclEpDispatch(h, &in, &out, NULL, &config, NULL));
+    sync(me);
+    for (uint64_t i = 0; i < want->rows; i++)
+      if (want->row[i].source >= 0)
+        quantisedRow(me, p, want->row[i], (const uint8_t *)bytes.t.data + i * p->hidden,
+                     (const float *)scales.t.data + i * blocks, (int)powers);
+  }
+  out.scales = NULL;
+  EXPECT_ERROR(me, ncclEpDispatch(h, &in, &out, NULL, &config, NULL), ncclInvalidArgument, "outputs.scales is NULL");
+  out.scales = &scales.t, in.scales = &scales.t;
+  EXPECT_ERROR(me, ncclEpDispatch(h, &in, &out, NULL, &config, NULL), ncclInvalidArgument, "inputs.scales is given");
+  in.scales = NULL, b.x.t.datatype = ncclFloat16;
+  EXPECT_ERROR(me, ncclEpDispatch(h, &in, &out, NULL, &config, NULL), ncclInvalidArgument,
+               "inputs.tokens is float16: expected bfloat16");
+  b.x.t.datatype = ncclBfloat16, bytes.t.datatype = ncclFloat8e5m2;
+  EXPECT_ERROR(me, ncclEpDispatch(h, &in, &out, NULL, &config, NULL), ncclInvalidArgument,
+               "outputs.tokens is float8e5m2");
+  epExpectNoAsyncError(me);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  epTensorCheckGuards(me, &bytes, "bytes"), epTensorCheckGuards(me, &scales, "made scales");
+  epTensorFree(me, &bytes), epTensorFree(me, &scales);
+  batchFree(me, &b);
+  free(x);
+  epGroupFree(me);
+}
+
+static void quantised(void **state) {
+  (void)state;
+  static const uint32_t hidden[] = {512, 1792, 3584};
+  for (size_t l = 0; l < LENGTH(layouts); l++)
+    for (size_t i = 0; i < LENGTH(hidden); i++) {
+      plan p;
+      small(&p, layouts[l], 1);
+      p.hidden = hidden[i];
+      epTestWorld world = {.ranks = (int)p.ranks, .seed = 50 + i, .arg = &p};
+      epWorldRun(&world, quantisedBody);
       planFree(&p);
     }
 }
@@ -967,7 +1085,7 @@ static void planted(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(streamed),    cmocka_unit_test(scales), cmocka_unit_test(casesFromTheField),
+      cmocka_unit_test(streamed),    cmocka_unit_test(scales), cmocka_unit_test(casesFromTheField), cmocka_unit_test(quantised),
       cmocka_unit_test(interleaved), cmocka_unit_test(moved),  cmocka_unit_test(reports),
       cmocka_unit_test(refused),     cmocka_unit_test(away),   cmocka_unit_test(planted),
       cmocka_unit_test(ranksThatStop), cmocka_unit_test(algorithmsTakeTurns),

@@ -37,6 +37,7 @@ typedef struct {
 #define SINGLE (1u << 9) /* beside a layout: combine without partial sums */
 #define PROFILED (1u << 10) /* beside a layout: the group is profiled */
 #define MASKS (1u << 11) /* beside a layout */
+#define QUANTISE (1u << 14) /* beside a layout: low-latency dispatch makes the scales */
 #define RANKS EP_LAYOUT_KIND_RANK_MAJOR
 #define PLACES EP_LAYOUT_KIND_EXPERT_MAJOR_3D
 static const matrixCase cases[] = {
@@ -66,7 +67,7 @@ static const matrixCase cases[] = {
     {EP_KERNEL_LL_UPDATE, 2, 256, 8, 0, 0, RANKS, 0, 8, 0},
     {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, RANKS, 1, 0, 0},
     {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, PLACES, 0, 0, 0},
-    {EP_KERNEL_LL_DISPATCH, 1024, 2048, 32, 16, EP_DTYPE_BYTES, PLACES, 0, 0, 4},
+    {EP_KERNEL_LL_DISPATCH, 1024, 2048, 32, 128, EP_DTYPE_BYTES, PLACES | QUANTISE, 0, 0, 4},
     {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, RANKS, 0, 0, 0},
     {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, PLACES, 0, 0, 0},
     {EP_KERNEL_LL_COMBINE, 72, 576, 32, 28672, EP_DTYPE_F32, PLACES | PROFILED, 0, 0, 0},
@@ -109,11 +110,12 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   config->topk = c->topk;
   config->rowBytes = c->rowBytes;
   config->dtype = c->dtype;
-  config->layout = c->layout & ~(DIRECT | SINGLE | PROFILED | MASKS | SEND | RECEIVE);
+  config->layout = c->layout & ~(DIRECT | SINGLE | PROFILED | MASKS | SEND | RECEIVE | QUANTISE);
   config->profile = (c->layout & PROFILED) != 0;
   config->mask = (c->layout & MASKS) != 0;
   config->threads = 1024; /* of the mask kernel; the policy sets the others' */
   config->part = c->layout & SEND ? EP_PART_SEND : c->layout & RECEIVE ? EP_PART_RECEIVE : EP_PART_WHOLE;
+  config->quantise = c->layout & QUANTISE ? EP_QUANTISE_POWERS : EP_QUANTISE_NONE;
   config->direct = (c->layout & DIRECT) != 0;
   config->single = (c->layout & SINGLE) != 0;
   config->weights = c->weights;

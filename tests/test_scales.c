@@ -172,7 +172,7 @@ static void wrongScales(epTestRank *me, trial *t) {
   REFUSED((t->config.quant_recipe = NCCL_EP_DISP_QUANT_NONE, t->in.scales = NULL), ncclInvalidArgument,
           "outputs.scales is given|expected NULL");
   REFUSED(t->config.quant_recipe = NCCL_EP_DISP_QUANT_DS_FP8E3M4, ncclInvalidUsage,
-          "quant_recipe is 2|NCCL_EP_DISP_QUANT_FWD");
+          "quant_recipe is NCCL_EP_DISP_QUANT_DS_FP8E3M4|NCCL_EP_DISP_QUANT_FWD in high throughput");
   REFUSED(t->config.quant_recipe = (ncclEpDispQuant_t)9, ncclInvalidArgument, "quant_recipe is 9");
   REFUSED(t->config.round_scales = 1, ncclInvalidUsage, "round_scales is 1: expected 0");
   REFUSED(t->inScales.ndim = 1, ncclInvalidArgument, "inputs.scales has 1 dimensions: expected 2");
