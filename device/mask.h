@@ -147,7 +147,10 @@ DEV bool ep_await_flag(const C c, const epGroupArgs &g, const uint32_t *flag, ui
   w.start = p::globaltimer();
   for (uint32_t round = 0;; round++) {
     *seen = p::ld_acquire_sys(flag);
-    if (ep_reached(*seen, want)) return true;
+    if (ep_reached(*seen, want)) {
+      ep_profile_waited(g, w.start, phase, peer);
+      return true;
+    }
     if (ep_peer_give_up(c, g, w, round, phase, peer, want, *seen)) return false;
   }
 }
@@ -169,7 +172,10 @@ DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, ui
   for (uint32_t round = 0;; round++) {
     uint64_t v = p::ld_relaxed_sys(word);
     *value = (uint32_t)v;
-    if ((uint32_t)(v >> 32) == want) return true;
+    if ((uint32_t)(v >> 32) == want) {
+      if (round) ep_profile_waited(g, w.start, phase, peer);
+      return true;
+    }
     if (round == 0) w.start = p::globaltimer();
     if (ep_peer_give_up(c, g, w, round, phase, peer, want, (uint32_t)(v >> 32))) return false;
   }
