@@ -365,6 +365,9 @@ static void wrongObjects(epTestRank *me, ncclEpGroup_t g, ncclEpHandle_t h, cons
   ncclEpPrepareConfig_t prepare = NCCL_EP_PREPARE_CONFIG_INIT;
   ncclEpHostCounts_t counts = NCCL_EP_HOST_COUNTS_INIT;
   ncclEpHandleMetadata_t metadata = NCCL_EP_HANDLE_METADATA_INIT;
+  ncclEpCompleteExtConfig_t completion = NCCL_EP_COMPLETE_EXT_CONFIG_INIT;
+  ncclEpDeviceCounts_t device = NCCL_EP_DEVICE_COUNTS_INIT;
+  cudaStream_t stream = NULL;
   ncclEpTensor_t t = NCCL_EP_TENSOR_INIT;
   ncclEpHandle_t made = NULL;
   size_t bytes = 7, one[2] = {1, 1};
@@ -385,6 +388,12 @@ static void wrongObjects(epTestRank *me, ncclEpGroup_t g, ncclEpHandle_t h, cons
   NO(ncclEpComplete, handleWords, h, NULL, NULL);
   NO(ncclEpGetHostCounts, handleWords, h, &counts);
   NO(ncclEpGetHandleMetadata, handleWords, h, &metadata);
+  NO(ncclEpCompleteExt, handleWords, h, &completion, NULL);
+  NO(ncclEpGetDeviceCounts, handleWords, h, &device);
+  NO(ncclEpMaskQuery, groupWords, g, &number, NULL);
+  NO(ncclEpMaskUpdate, groupWords, g, &number, NULL);
+  NO(ncclEpMaskClean, groupWords, g, NULL);
+  NO(ncclEpGetCommunicationStream, groupWords, g, &stream);
   EXPECT(me, !made && bytes == 7 && number == 7, "an output was set");
 }
 
