@@ -38,10 +38,11 @@ static int findCudaHeaders(void) {
 
 /* Each kernel, for each target, with each set. */
 typedef struct {
-  int set, kernel, arch, single;
+  int set, kernel, arch, single, part;
 } job;
 enum {
-  KERNELS = EP_KERNEL_COMBINE - EP_KERNEL_UPDATE + 2 /* the last: without partial sums */,
+  WHOLE = EP_KERNEL_COMBINE - EP_KERNEL_UPDATE + 2, /* the last: without partial sums */
+  KERNELS = WHOLE + 4, /* and the parts of dispatch and combine */
   TARGETS = 4,
   THREADS = 2
 };
@@ -54,6 +55,7 @@ static const char *only; /* version of the one set to compile with; "all" */
  * each target with the newest set, and the other kernels for one; with other sets the update for one. */
 static int wanted(const job *j) {
   if (only) return strcmp(only, "all") == 0 || strcmp(only, epNcclBundles[j->set].version) == 0;
+  if (j->part && (j->kernel != EP_KERNEL_DISPATCH || j->part != EP_PART_RECEIVE)) return 0; /* one part stands for the others */
   if (j->kernel != EP_KERNEL_UPDATE) return j->arch == 90 && j->set == epNcclBundleCount - 1;
   return j->arch == 90 || j->set == epNcclBundleCount - 1;
 }
@@ -66,7 +68,7 @@ static ncclResult_t configOf(const job *j, epConfig *c) {
   topology.ranks = 16, topology.scaleUpRanks = 8, topology.scaleOutRanks = 2;
   memset(c, 0, sizeof(*c));
   c->ranks = 16, c->experts = 256, c->topk = 8, c->layout = EP_LAYOUT_KIND_EXPERT_MAJOR,
-  c->single = (uint32_t)j->single;
+  c->single = (uint32_t)j->single, c->part = (uint32_t)j->part;
   if (j->kernel == EP_KERNEL_UPDATE) {
     c->indexBytes = 8;
     return epPolicyUpdate(&topology, 132, 4096, c, &grid);
@@ -87,8 +89,14 @@ static void *work(void *unused) {
     int at = next++;
     pthread_mutex_unlock(&mutex);
     if (at >= epNcclBundleCount * TARGETS * KERNELS) break;
-    job j = {at / (TARGETS * KERNELS), EP_KERNEL_UPDATE + at % KERNELS, archs[at / KERNELS % TARGETS], 0};
-    if (j.kernel > EP_KERNEL_COMBINE) j.kernel = EP_KERNEL_COMBINE, j.single = 1;
+    job j = {at / (TARGETS * KERNELS), EP_KERNEL_UPDATE + at % KERNELS, archs[at / KERNELS % TARGETS], 0, 0};
+    int part = at % KERNELS - WHOLE;
+    if (part >= 0) {
+      j.kernel = part < 2 ? EP_KERNEL_DISPATCH : EP_KERNEL_COMBINE;
+      j.part = part % 2 ? EP_PART_RECEIVE : EP_PART_SEND;
+    } else if (j.kernel > EP_KERNEL_COMBINE) {
+      j.kernel = EP_KERNEL_COMBINE, j.single = 1;
+    }
     const epBundle *set = &epNcclBundles[j.set];
     if (!wanted(&j)) continue;
     epJitUseNccl(jit, set->code);
