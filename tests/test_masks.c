@@ -308,6 +308,56 @@ static void aRankThatIsKilledIsLeftOut(void **state) {
   }
 }
 
+/* Ranks 1 and 3 stop together: no wait follows another. */
+static void twoStopBody(epTestRank *me) {
+  plan *p = me->arg;
+  const epCase *c = p->whole->c;
+  epRun run = {.salt = (unsigned)me->world->seed};
+  rough r = {0};
+  int flat = c->layout == NCCL_EP_LAYOUT_FLAT, gone = me->rank == 1 || me->rank == 3;
+  epGroupMake(me, c);
+  if (!me->group) return;
+  layer(me, &run, p->whole);
+  roughMake(me, &r, p->whole);
+  if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
+  pthread_barrier_wait(&p->meet);
+  if (!gone) {
+    unsigned long long from = clockOf(me);
+    roughQueue(me, &r, flat);
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    expectOneTimeout(me, from);
+    from = clockOf(me);
+    roughQueue(me, &r, flat);
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    expectQuick(me, from);
+    roughCheck(me, &r, c, p->whole->tokens[me->rank]);
+  }
+  pthread_barrier_wait(&p->meet);
+  if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  pthread_barrier_wait(&p->meet);
+  restored(me, &run, p->whole);
+  roughFree(me, &r);
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void twoRanksThatStopTogether(void **state) {
+  (void)state;
+  for (size_t l = 0; l < 2; l++) {
+    epCase c = caseOf(5, layouts[l]);
+    rounds r;
+    roundsMake(&r, &c);
+    for (unsigned s = 0; s < 3; s++) {
+      plan p = {.whole = &r.whole};
+      epTestWorld world = {.ranks = 5, .seed = 820 + s, .arg = &p};
+      assert_int_equal(pthread_barrier_init(&p.meet, NULL, 5), 0);
+      epWorldRun(&world, twoStopBody);
+      pthread_barrier_destroy(&p.meet);
+    }
+    roundsFree(&r);
+  }
+}
+
 /* Ranks 0 and 2 each mask another one, rank 4 leaves operations out: at the end nobody knows who is where. */
 static void apartBody(epTestRank *me) {
   plan *p = me->arg;
@@ -362,6 +412,7 @@ int main(void) {
       cmocka_unit_test(aRankThatStopsIsLeftOut),
       cmocka_unit_test(aRankMaskedByHandIsLeftOut),
       cmocka_unit_test(aRankThatIsKilledIsLeftOut),
+      cmocka_unit_test(twoRanksThatStopTogether),
       cmocka_unit_test(ranksThatAreApartMeetAgain),
   };
   return cmocka_run_group_tests_name("masks", tests, NULL, NULL);
