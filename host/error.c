@@ -56,17 +56,19 @@ static void epLostText(const struct ncclEpGroup *g, const epErrorRecord *e, char
     return;
   }
   if (e->code == EP_ERR_MASKED_BY) {
-    snprintf(text, bytes,
-             "rank %d is masked by rank %u, found in %s (expected generation %u, seen %u), and masks it: ncclEpMaskClean on "
-             "both lets them meet again",
-             g->topology.rank, e->peer, epPhaseName(e->phase), e->expected, e->seen);
+    snprintf(
+        text, bytes,
+        "rank %d is masked by rank %u, found in %s (expected generation %u, seen %u), and masks it: ncclEpMaskClean on "
+        "both lets them meet again",
+        g->topology.rank, e->peer, epPhaseName(e->phase), e->expected, e->seen);
     return;
   }
   if (e->code == EP_ERR_STALE_RECORD) {
-    snprintf(text, bytes,
-             "rank %d used a handle of before ncclEpMaskClean (%u re-admissions, the handle knows %u): nothing was moved, "
-             "update the handle on all ranks",
-             g->topology.rank, e->expected, e->seen);
+    snprintf(
+        text, bytes,
+        "rank %d used a handle of before ncclEpMaskClean (%u re-admissions, the handle knows %u): nothing was moved, "
+        "update the handle on all ranks",
+        g->topology.rank, e->expected, e->seen);
     return;
   }
   snprintf(text, bytes, "rank %d %s in %s, waiting for rank %u: expected generation %u, seen %u (timeout %llu ms)%s",

@@ -11,17 +11,19 @@ static ncclResult_t epGroupConfigSupported(const ncclEpGroupConfig_t *c, const e
   if (c->enable_mask && topology->scaleOutRanks > 1)
     return epFail(ncclInvalidUsage, "%s: enable_mask is not supported yet across scale-up domains: expected 0", call);
   if (c->enable_mask && c->zero_copy == NCCL_EP_ZERO_COPY_ON && c->algorithm != NCCL_EP_ALGO_LOW_LATENCY)
-    return epFail(ncclInvalidUsage,
-                  "%s: zero_copy is NCCL_EP_ZERO_COPY_ON and enable_mask %u: expected one of them: a masked rank that comes "
-                  "late must not reach outputs",
-                  call, c->enable_mask);
+    return epFail(
+        ncclInvalidUsage,
+        "%s: zero_copy is NCCL_EP_ZERO_COPY_ON and enable_mask %u: expected one of them: a masked rank that comes "
+        "late must not reach outputs",
+        call, c->enable_mask);
   /* Low latency's rows travel as units, whatever is asked for. */
   if (c->zero_copy == NCCL_EP_ZERO_COPY_ON && c->algorithm != NCCL_EP_ALGO_LOW_LATENCY &&
       (topology->scaleOutRanks > 1 || topology->ranks > (int)EP_MAX_DIRECT))
-    return epFail(ncclInvalidUsage,
-                  "%s: zero_copy NCCL_EP_ZERO_COPY_ON is not supported yet across scale-up domains and for more than %u "
-                  "ranks: expected AUTO or OFF",
-                  call, EP_MAX_DIRECT);
+    return epFail(
+        ncclInvalidUsage,
+        "%s: zero_copy NCCL_EP_ZERO_COPY_ON is not supported yet across scale-up domains and for more than %u "
+        "ranks: expected AUTO or OFF",
+        call, EP_MAX_DIRECT);
   return ncclSuccess;
 }
 

@@ -12,7 +12,8 @@ uint64_t epMaskWindowBytes(const struct ncclEpGroup *g) {
 }
 
 uint64_t epMaskScratchBytes(const struct ncclEpGroup *g) {
-  return g->config.enable_mask ? epMaskScratchOf(g->scratchLayout.bytes, g->shape.ranks, g->shape.experts).bytes : g->scratchLayout.bytes;
+  return g->config.enable_mask ? epMaskScratchOf(g->scratchLayout.bytes, g->shape.ranks, g->shape.experts).bytes
+                               : g->scratchLayout.bytes;
 }
 
 /* A thread for each rank. */
@@ -55,8 +56,8 @@ ncclResult_t epMaskQuery(ncclEpGroup_t g, int *out, cudaStream_t stream) {
   int yes = 0;
   ncclResult_t r = epMaskFind(call, g);
   if (r == ncclSuccess && (!out || (uintptr_t)out % sizeof *out))
-    r = epFail(ncclInvalidArgument, "%s: mask_status is %p: expected device memory for an int of each of %u ranks", call,
-               (void *)out, g->shape.ranks);
+    r = epFail(ncclInvalidArgument, "%s: mask_status is %p: expected device memory for an int of each of %u ranks",
+               call, (void *)out, g->shape.ranks);
   if (r == ncclSuccess) r = g->be->ops->isDeviceAddress(g->be, out, &yes);
   if (r == ncclSuccess && !yes)
     r = epFail(ncclInvalidArgument, "%s: mask_status is %p: expected memory of the group's device", call, (void *)out);

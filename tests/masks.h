@@ -23,8 +23,7 @@ static inline void expectMask(epTestRank *me, const char *when, int gone) {
   if (!mask) return;
   EXPECT_OK(me, ncclEpMaskQuery(me->group, mask, NULL));
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
-  for (int r = 0; r < me->ranks; r++)
-    EXPECT(me, mask[r] == (r != gone), "%s: mask[%d] is %d", when, r, mask[r]);
+  for (int r = 0; r < me->ranks; r++) EXPECT(me, mask[r] == (r != gone), "%s: mask[%d] is %d", when, r, mask[r]);
   EXPECT_OK(me, ncclEpEmuFree(me->comm, mask));
 }
 

@@ -48,12 +48,12 @@ static void expect(side *s, int condition, const char *what, double value) {
   fprintf(stderr, "rank %d: FAILED: %s (%g)\n", s->port->rank, what, value);
 }
 
-#define CALL(s, call)                                                                                         \
-  do {                                                                                                        \
-    if ((call) != ncclSuccess) {                                                                              \
-      (s)->rc = -1;                                                                                           \
-      fprintf(stderr, "rank %d: FAILED: %s: %s\n", (s)->port->rank, #call, ncclEpGetLastErrorString());       \
-    }                                                                                                         \
+#define CALL(s, call)                                                                                   \
+  do {                                                                                                  \
+    if ((call) != ncclSuccess) {                                                                        \
+      (s)->rc = -1;                                                                                     \
+      fprintf(stderr, "rank %d: FAILED: %s: %s\n", (s)->port->rank, #call, ncclEpGetLastErrorString()); \
+    }                                                                                                   \
   } while (0)
 
 static ncclEpTensor_t tensor(void *data, ncclDataType_t type, unsigned ndim, size_t *sizes) {
@@ -105,9 +105,9 @@ static int open(side *s) {
   CALL(s, ncclEpCreateGroup(&s->group, port->comm, &c));
   if (s->rc) return -1;
   CALL(s, ncclEpInitHandle(&s->handle, s->group,
-                           s->p->major  ? NCCL_EP_LAYOUT_EXPERT_MAJOR
-                           : s->p->ll ? NCCL_EP_LAYOUT_RANK_MAJOR
-                                      : NCCL_EP_LAYOUT_FLAT,
+                           s->p->major ? NCCL_EP_LAYOUT_EXPERT_MAJOR
+                           : s->p->ll  ? NCCL_EP_LAYOUT_RANK_MAJOR
+                                       : NCCL_EP_LAYOUT_FLAT,
                            NULL, port->ranks, NULL));
   return s->rc;
 }
@@ -178,7 +178,8 @@ static void survive(side *s, int from, const char *what) {
   int ranks = s->port->ranks, error = 0;
   double limit = s->p->timeoutMs, took = layer(s, from, ranks - 1, "sums without the rank that is gone"), later;
   ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
-  if (s->port->cuda) expect(s, took > limit / 2 && took < limit * 1.5, "the wait, ms", took); /* emulated time is another */
+  if (s->port->cuda)
+    expect(s, took > limit / 2 && took < limit * 1.5, "the wait, ms", took); /* emulated time is another */
   expectMask(s, GONE, "after the wait");
   CALL(s, ncclEpGetAsyncError(s->group, &error));
   CALL(s, ncclEpGetErrorInfo(s->group, &info));

@@ -409,10 +409,8 @@ static void ranksThatAreApartMeetAgain(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(aRankThatStopsIsLeftOut),
-      cmocka_unit_test(aRankMaskedByHandIsLeftOut),
-      cmocka_unit_test(aRankThatIsKilledIsLeftOut),
-      cmocka_unit_test(twoRanksThatStopTogether),
+      cmocka_unit_test(aRankThatStopsIsLeftOut),    cmocka_unit_test(aRankMaskedByHandIsLeftOut),
+      cmocka_unit_test(aRankThatIsKilledIsLeftOut), cmocka_unit_test(twoRanksThatStopTogether),
       cmocka_unit_test(ranksThatAreApartMeetAgain),
   };
   return cmocka_run_group_tests_name("masks", tests, NULL, NULL);
