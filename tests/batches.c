@@ -176,5 +176,6 @@ void epSettingGroup(epTestRank *me, const setting *s) {
   config.num_topk = TOPK;
   config.timeout_ns = 20000000000ull;
   ext.max_in_flight = s->inFlight;
+  config.enable_mask = s->masks != 0;
   EXPECT_OK(me, ncclEpCreateGroupExt(&me->group, me->comm, &config, &ext));
 }

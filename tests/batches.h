@@ -16,6 +16,7 @@ typedef struct setting {
   int windows; /* dispatch's output tokens are window-backed */
   int zeroTokens;
   unsigned inFlight; /* max_in_flight */
+  int masks;         /* enable_mask */
   int copies;        /* no update borrows topk_idx */
   uint64_t seed;     /* of routings and drawn scripts */
   const char *script;

@@ -265,6 +265,39 @@ static void noneBody(epTestRank *me) {
   epGroupFree(me);
 }
 
+/* Not with masks yet: neither staged nor cut by an event. */
+static void maskedBody(epTestRank *me) {
+  const setting *s = me->arg;
+  batch b = {0};
+  cudaEvent_t event = NULL;
+  ncclEpDispatchExtConfig_t d = NCCL_EP_DISPATCH_EXT_CONFIG_INIT;
+  ncclEpCombineExtConfig_t c = NCCL_EP_COMBINE_EXT_CONFIG_INIT;
+  epSettingGroup(me, s);
+  EXPECT_OK(me, ncclEpEmuEventCreate(me->comm, &event));
+  epBatchMake(me, s, &b), epBatchUpdate(me, s, &b, 0);
+  d.epilogue_event = c.epilogue_event = event;
+  EXPECT_ERROR(me, epBatchDispatch(me, s, &b, 1, NULL), ncclInvalidUsage, "send_only is not supported yet|enable_mask");
+  EXPECT_ERROR(me, epBatchDispatch(me, s, &b, 0, &d), ncclInvalidUsage,
+               "epilogue_event is not supported yet|enable_mask");
+  EXPECT_OK(me, epBatchDispatch(me, s, &b, 0, NULL));
+  EXPECT_ERROR(me, epBatchCombine(me, s, &b, 0, &c), ncclInvalidUsage,
+               "epilogue_event is not supported yet|enable_mask");
+  EXPECT_OK(me, epBatchCombine(me, s, &b, 0, NULL));
+  epBatchCheck(me, s, &b, 0);
+  epBatchFree(me, &b);
+  epGroupFree(me);
+  EXPECT_OK(me, ncclEpEmuEventDestroy(me->comm, event));
+}
+
+static void masks(void **state) {
+  (void)state;
+  for (size_t m = 0; m < sizeof modes / sizeof modes[0]; m++) {
+    setting s = {.lowLatency = modes[m].lowLatency, .layout = modes[m].layout, .seed = 5, .masks = 1};
+    epTestWorld world = {.ranks = 2, .seed = 4, .arg = &s};
+    epWorldRun(&world, maskedBody);
+  }
+}
+
 static void threeBody(epTestRank *me) {
   const setting *s = me->arg;
   batch b[BATCHES] = {0};
@@ -295,8 +328,8 @@ static void environment(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(written),    cmocka_unit_test(anyOrder),   cmocka_unit_test(anyOrderAcrossDomains),
-      cmocka_unit_test(fewBlocks),  cmocka_unit_test(noTokens),   cmocka_unit_test(refusals),
-      cmocka_unit_test(absentRank), cmocka_unit_test(environment)};
+      cmocka_unit_test(written),    cmocka_unit_test(anyOrder),    cmocka_unit_test(anyOrderAcrossDomains),
+      cmocka_unit_test(fewBlocks),  cmocka_unit_test(noTokens),    cmocka_unit_test(refusals),
+      cmocka_unit_test(absentRank), cmocka_unit_test(environment), cmocka_unit_test(masks)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
