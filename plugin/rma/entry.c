@@ -5,7 +5,7 @@
 
 #define EP_RMA_EXPORT __attribute__((visibility("default")))
 
-enum { IDLE_US = 50 };
+enum { IDLE_US = 10 };
 static int instance; /* what init hands out: there is no state but the communicators' */
 static char name[] = "ep";
 
