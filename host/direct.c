@@ -50,6 +50,13 @@ const char *epDirectOutput(const struct ncclEpHandle *h, const ncclEpTensor_t *t
   return NULL;
 }
 
+/* With few SMs it is worth it, where the caller has limited them: the library's own choice is enough of them to stage as fast. */
+int epDirectPays(const struct ncclEpGroup *g, unsigned askedSms, const epConfig *config) {
+  int limited = askedSms || g->config.max_num_sms || !g->topology.arch;
+  if (g->config.zero_copy == NCCL_EP_ZERO_COPY_ON) return 1;
+  return limited && epPolicyDirectPays(&g->topology, epCallSms(g, askedSms, EP_KERNEL_DISPATCH, config));
+}
+
 ncclResult_t epDirectAsked(const char *call, const struct ncclEpGroup *g, const epConfig *config,
                            const char *obstacle) {
   if (config->direct || g->config.zero_copy != NCCL_EP_ZERO_COPY_ON || g->shape.ranks < 2) return ncclSuccess;

@@ -219,8 +219,8 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   epConfig kc;
   epGrid grid;
   epOperation op;
-  epIssue how = {config->send_only != 0, ext->start_event, ext->epilogue_event, ext->done_event, ext->communication_stream,
-                 NULL};
+  epIssue how = {config->send_only != 0, ext->start_event,          ext->epilogue_event,
+                 ext->done_event,        ext->communication_stream, NULL};
   int capturing = 0;
   void *shared = NULL;
   const char *obstacle;
@@ -244,9 +244,7 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   kc = epMoveConfig(g, epLayoutKind(g, h->layout), h->topk, rowBytes, EP_DTYPE_BYTES, forward);
   kc.scaleBytes = scaleBytes;
   obstacle = epDirectOutput(h, out->tokens, shared, &kc, &a);
-  if (g->config.zero_copy != NCCL_EP_ZERO_COPY_ON &&
-      !epPolicyDirectPays(&g->topology, epCallSms(g, ext->num_sms, EP_KERNEL_DISPATCH, &kc)))
-    kc.direct = 0;
+  if (!epDirectPays(g, ext->num_sms, &kc)) kc.direct = 0;
   if (h->pending.on && !epInParts(&how)) {
     epMoveFused(&kc, h->pending.indices.bytes);
     r = g->be->ops->isCapturing(g->be, stream, &capturing);

@@ -81,6 +81,7 @@ static ncclResult_t epPrepareMove(const struct ncclEpGroup *g, const ncclEpPrepa
   if (r != ncclSuccess) return r;
   if (combine) kc.bias = c->num_bias;
   if (!combine && c->window_output) kc.direct = epMayGoDirect(g, c->layout);
+  if (kc.direct && !epDirectPays(g, 0, &kc)) kc.direct = 0;
   if (fused) epMoveFused(&kc, epTypeBytes(c->index_type));
   r = epPolicyMove(call, &g->topology, epCallSms(g, 0, id, &kc), id, &kc, &grid);
   if (r == ncclSuccess && (kc.fused || !fused)) epWishAdd(wishes, id, &kc);

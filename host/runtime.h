@@ -244,6 +244,8 @@ int epMayGoDirect(const struct ncclEpGroup *group, ncclEpLayout_t layout);
  * epTensorShared), and returns NULL; else why not. */
 const char *epDirectOutput(const struct ncclEpHandle *handle, const ncclEpTensor_t *t, const void *shared,
                            epConfig *config, epDispatchArgs *args);
+/* Whether that is worth it, with so many SMs asked for by the call (0: none), where the caller leaves it open. */
+int epDirectPays(const struct ncclEpGroup *group, unsigned askedSms, const epConfig *config);
 /* Refuses a dispatch that is not direct where the group asks for that. */
 ncclResult_t epDirectAsked(const char *call, const struct ncclEpGroup *group, const epConfig *config,
                            const char *obstacle);
