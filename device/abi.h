@@ -18,6 +18,7 @@ enum {
   EP_KERNEL_MASK, /* arguments are in mask_layout.h */
   EP_KERNEL_COUNT
 };
+EP_HD int epKernelIsHybrid(int id) { return id >= EP_KERNEL_HYBRID_UPDATE && id <= EP_KERNEL_HYBRID_COMBINE; }
 
 enum { EP_QUANTISE_NONE = 0, EP_QUANTISE_E4M3, EP_QUANTISE_POWERS /* with scales that are powers of two */ };
 

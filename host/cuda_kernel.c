@@ -84,7 +84,7 @@ static ncclResult_t load(epCuda *be, int kernelId, const epConfig *config, loade
     rc = be->cu->funcSetAttribute(k->function, EP_CU_FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                   be->topology.smemPerBlock - (code.staticSmemBytes > 0 ? code.staticSmemBytes : 0));
   if (rc == EP_CU_SUCCESS && be->cu->funcLoad) rc = be->cu->funcLoad(k->function);
-  if (rc == EP_CU_SUCCESS && kernelId >= EP_KERNEL_HYBRID_UPDATE) rc = rehearse(be, k->function);
+  if (rc == EP_CU_SUCCESS && epKernelIsHybrid(kernelId)) rc = rehearse(be, k->function);
   if (rc != EP_CU_SUCCESS) r = epCuFail(be->cu, rc, "preparing %s", entry);
 
 done:

@@ -195,7 +195,7 @@ static ncclResult_t makeRequest(epJit *jit, const epNvrtc *nvrtc, int kernelId, 
   if (jit->lineInfo) job->options[job->optionCount++] = "-lineinfo";
   job->keepPtx = jit->dump[0] != 0;
 
-  if (kernelId >= EP_KERNEL_HYBRID_UPDATE && kernelId <= EP_KERNEL_HYBRID_COMBINE) {
+  if (epKernelIsHybrid(kernelId)) {
     rc = addNccl(jit, nvrtc, r);
     if (rc != ncclSuccess) return rc;
   }
