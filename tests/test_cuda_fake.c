@@ -448,6 +448,11 @@ static void fewDriverCalls(void **state) {
     before = calls();
     assert_int_equal(be->ops->launch(be, kernel, &launch, NULL), ncclSuccess);
     assert_int_equal(calls() - before, 2);
+    unsigned word;
+    int launchesBefore = launched(&word);
+    config.mask = 1;
+    assert_int_equal(be->ops->kernel(be, EP_KERNEL_MASK, &config, &kernel), ncclSuccess);
+    assert_int_equal(launched(&word), launchesBefore); /* to load it is not to run it: it would reach for windows */
   }
   assert_int_equal(thread(), 1);
   assert_int_equal(popContext(&context), 0);
