@@ -30,6 +30,7 @@ enum {
   OPT_WINDOW_OUT,
   OPT_SINGLE,
   OPT_MASKS,
+  OPT_BIAS,
   OPT_STAGED,
   OPT_TOKENS,
   OPT_HIDDEN,
@@ -92,6 +93,7 @@ static const struct argp_option optionTable[] = {
     {"single-reduction", OPT_SINGLE, 0, 0,
      "combine sums nothing on the way: every slot travels (see ncclEpCreateGroupExt)", 0},
     {"masks", OPT_MASKS, 0, 0, "the group can leave out ranks that do not answer (enable_mask)", 0},
+    {"bias", OPT_BIAS, "N", 0, "rows that combine's sums start from, 0 to 2 (default: 0)", 0},
     {"tokens", OPT_TOKENS, "LIST", 0,
      "tokens a rank: one value, or one per rank separated by commas; LOW-HIGH draws anew for each routing (default: "
      "4096; "
@@ -117,7 +119,9 @@ static const struct argp_option optionTable[] = {
      0},
     {"no-fused", OPT_NO_FUSED, 0, 0, "an update is always a launch of its own", 0},
     {"staged", OPT_STAGED, "own-stream", OPTION_ARG_OPTIONAL,
-     "dispatch and combine send only, with own-stream on the group's communication stream, and ncclEpDeferredRun receives", 0},
+     "dispatch and combine send only, with own-stream on the group's communication stream, and ncclEpDeferredRun "
+     "receives",
+     0},
     {"schedules", OPT_SCHEDULES, "N", 0, "emulated: seeds tried, from --seed on, each on a fresh fabric (default: 1)",
      0},
     {"warmup", OPT_WARMUP, "N", 0, "iterations before the measured ones (default: 10; emulated 0)", 0},
@@ -268,6 +272,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     break;
   case OPT_MASKS:
     o->masks = 1;
+    break;
+  case OPT_BIAS:
+    o->bias = (int)epOptionNumber(text, 0, 2, "bias", state);
     break;
   case OPT_STAGED:
     if (text && strcmp(text, "own-stream")) argp_error(state, "--staged=%s: expected own-stream or nothing", text);
@@ -464,6 +471,7 @@ static int checkFit(const epBenchOptions *o, int ll) {
   if (ll && o->backward) return epToolFail("--backward: low latency has the forward pass only: %s", useHt);
   if (ll && o->maxRecv >= 0) return epToolFail("--max-recv: low latency's rows have fixed places: %s", useHt);
   if (ll && o->single) return epToolFail("--single-reduction: low latency has partial sums always: %s", useHt);
+  if (ll && o->bias) return epToolFail("--bias %d: low latency adds none: %s", o->bias, useHt);
   if (ll && o->noZeroPad) return epToolFail("--no-zero-pad: low latency pads nothing: %s", useHt);
   if (ll && o->align != UINT_MAX) return epToolFail("--align %u: low latency aligns no zones: %s", o->align, useHt);
   return 0;
@@ -485,12 +493,11 @@ static int checkModel(epBenchOptions *o) {
     return epToolFail("--model %s: nothing runs on GPUs: expected --backend emu", o->modelPath);
   if (o->modelPath && (o->check || o->backward || o->schedules != 1 || o->bugText || o->compare || o->curveCount ||
                        o->plotPath || o->limits || o->parts || o->graph || o->hostTime || o->windowOut || o->single ||
-                       o->masks || o->staged))
-    return epToolFail(
-        "--model %s: nothing is run: expected none of --check, --backward, --schedules, --bug, "
-        "--compare, --sm-curve, --plot, --limits, --profile-parts, --graph, --host-time, --window-out, "
-        "--single-reduction, --masks and --staged",
-        o->modelPath);
+                       o->masks || o->bias || o->staged))
+    return epToolFail("--model %s: nothing is run: expected none of --check, --backward, --schedules, --bug, "
+                      "--compare, --sm-curve, --plot, --limits, --profile-parts, --graph, --host-time, --window-out, "
+                      "--single-reduction, --masks, --bias and --staged",
+                      o->modelPath);
   if (o->modelPath && (o->algo == 1 || o->layout > EP_REF_EXPERT_MAJOR))
     return epToolFail("--model %s: high throughput only: expected --layout flat or expert-major", o->modelPath);
   if (!o->modelPath && o->fabric.scaleOut * o->fabric.scaleUp > RUN_RANKS)

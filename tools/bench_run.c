@@ -33,6 +33,7 @@ static void configureLayer(epBench *bench) {
                        .windowOut = o->windowOut,
                        .single = o->single,
                        .masks = o->masks,
+                       .bias = (unsigned)o->bias,
                        .staged = o->staged,
                        .layout = o->layout,
                        .hidden = o->hidden,

@@ -48,6 +48,22 @@ done:
 }
 
 /* Padding rows are NaN: combine must not look at them. */
+/* The rows that combine's sums start from. */
+static int uploadBias(epLayer *layer, const epCheckCase *what) {
+  const epLayerConfig *c = &layer->config;
+  uint32_t rank = (uint32_t)layer->port->rank, tokens = what->routing->tokens[rank];
+  size_t row = epLayerCombineRowBytes(c);
+  unsigned char *rows = malloc(tokens * row + 1);
+  int rc = rows ? 0 : epToolFail("out of host memory");
+  for (uint32_t b = 0; b < c->bias && !rc; b++) {
+    for (uint32_t t = 0; t < tokens; t++)
+      epDataRow(c->combineType, what->seed, (epDataKind)(EP_DATA_BIAS + b), rank, t, rows + t * row, c->hidden);
+    rc = epPortCopy(layer->port, layer->bias[b].data, rows, tokens * row);
+  }
+  free(rows);
+  return rc;
+}
+
 int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what) {
   const epLayerConfig *c = &layer->config;
   uint32_t rank = (uint32_t)layer->port->rank, perRow = epLayerRowWeights(c);
@@ -76,7 +92,7 @@ int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what) {
                                    count * perRow * sizeof(*weights))))
       goto done;
   }
-  rc = 0;
+  rc = uploadBias(layer, what);
 done:
   free(rows);
   free(weights);
@@ -311,7 +327,9 @@ static void combineTokens(epLayer *layer, const epCheckCase *what, int backward,
       .type = c->combineType, .hidden = c->hidden, .scaleUp = what->scaleUp, .multipleReductions = !c->single};
   comparison cmp = {.rank = layer->port->rank, .tensor = backward ? "combine (backward): tokens" : "combine: tokens"};
   size_t row = epLayerCombineRowBytes(c), element = epRefTypeBytes(c->combineType);
-  unsigned char *want = work + c->topk * row;
+  unsigned char *want = work + c->topk * row, *bias = want + row;
+  how.bias0 = c->bias > 0 ? bias : NULL;
+  how.bias1 = c->bias > 1 ? bias + row : NULL;
   for (uint32_t t = 0; t < tokens; t++) {
     const void *rows[32] = {NULL};
     float weights[32];
@@ -324,6 +342,8 @@ static void combineTokens(epLayer *layer, const epCheckCase *what, int backward,
                 work + k * row, c->hidden);
       rows[k] = work + k * row;
     }
+    for (uint32_t b = 0; b < c->bias; b++)
+      epDataRow(c->combineType, what->seed, (epDataKind)(EP_DATA_BIAS + b), rank, t, bias + b * row, c->hidden);
     epRefCombineToken(what->ref, &how, rank, t, rows, scratch, want);
     equaliseNan(c->combineType, c->hidden, got + t * row, want);
     compareRow(&cmp, t, (epRefRow){(int32_t)rank, (int32_t)t, -1}, got + t * row, want, row, element);
@@ -355,7 +375,7 @@ static void combineWeights(epLayer *layer, const epCheckCase *what, const float 
 int epCheckCombine(epLayer *layer, const epCheckCase *what, int backward, uint64_t *hash) {
   const epLayerConfig *c = &layer->config;
   void *y = NULL, *weights = NULL;
-  unsigned char *work = malloc((c->topk + 1) * epLayerCombineRowBytes(c));
+  unsigned char *work = malloc((c->topk + 3) * epLayerCombineRowBytes(c));
   float *scratch = malloc(4ull * c->hidden * sizeof(*scratch));
   int rc = -1;
   if (!work || !scratch) {

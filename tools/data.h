@@ -15,7 +15,8 @@ typedef enum {
   EP_DATA_GRADIENT,
   EP_DATA_WEIGHT,
   EP_DATA_GRAD_WEIGHT,
-  EP_DATA_SCALE /* of the rows of another kind */
+  EP_DATA_SCALE, /* of the rows of another kind */
+  EP_DATA_BIAS   /* and the next kind: a second row of bias */
 } epDataKind;
 
 void epDataRow(epRefType type, uint64_t seed, epDataKind kind, uint32_t rank, uint64_t row, void *out, uint32_t hidden);

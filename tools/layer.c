@@ -199,6 +199,8 @@ static int createBuffers(epLayer *layer) {
   if (index ? allocate(layer, &layer->outIdx, c->capacity * c->topk * index, "dispatch output topk_idx")
             : allocate(layer, &layer->offsets, locals * counter, "expert_offsets"))
     return -1;
+  for (unsigned b = 0; b < c->bias; b++)
+    if (allocate(layer, &layer->bias[b], tokens * combineRow, "bias")) return -1;
   if (c->backward && (allocate(layer, &layer->expertWeights, c->capacity * perRow * 4, "combine input topk_weights") ||
                       allocate(layer, &layer->yWeights, tokens * c->topk * 4, "combine output topk_weights")))
     return -1;
@@ -220,10 +222,10 @@ int epLayerOpen(epPort *port, const epLayerConfig *config, epLayer **out) {
 
 int epLayerClose(epLayer *layer) {
   int rc = 0;
-  epBuffer *single[] = {&layer->inTokens,  &layer->inWeights,     &layer->outTokens, &layer->outWeights,
-                        &layer->outIdx,    &layer->counters,      &layer->offsets,   &layer->total,
-                        &layer->expertOut, &layer->expertWeights, &layer->y,         &layer->yWeights,
-                        &layer->inScales,  &layer->outScales,     &layer->sources};
+  epBuffer *single[] = {
+      &layer->inTokens, &layer->inWeights, &layer->outTokens, &layer->outWeights,    &layer->outIdx, &layer->counters,
+      &layer->offsets,  &layer->total,     &layer->expertOut, &layer->expertWeights, &layer->y,      &layer->yWeights,
+      &layer->inScales, &layer->outScales, &layer->sources,   &layer->bias[0],       &layer->bias[1]};
   for (unsigned p = 0; p < EP_PARTS; p++)
     for (unsigned i = 0; i < EP_LAYER_ROUTINGS; i++) epPortGraphFree(layer->port, layer->graphs[p][i]);
   if (layer->handle) rc |= told(layer, ncclEpHandleDestroy(layer->handle), "ncclEpHandleDestroy");
@@ -367,8 +369,9 @@ static int llDispatch(epLayer *layer) {
     inputs.scales = &inScales;
     result.scales = &outScales;
   }
-  return complete(layer, told(layer, ncclEpDispatchExt(layer->handle, &inputs, &result, &info, &config, &ext, layer->port->stream),
-                              "ncclEpDispatch"));
+  return complete(
+      layer, told(layer, ncclEpDispatchExt(layer->handle, &inputs, &result, &info, &config, &ext, layer->port->stream),
+                  "ncclEpDispatch"));
 }
 
 static int llCombine(epLayer *layer) {
@@ -386,8 +389,9 @@ static int llCombine(epLayer *layer) {
   result.topk_weights = c->layout == EP_REF_EXPERT_MAJOR_3D ? &weights : NULL;
   config.send_only = c->staged != 0;
   if (c->staged == 2) ext.communication_stream = 1, ext.done_event = layer->port->done;
-  return complete(layer, told(layer, ncclEpCombineExt(layer->handle, &inputs, &result, &config, &ext, layer->port->stream),
-                              "ncclEpCombine"));
+  return complete(layer,
+                  told(layer, ncclEpCombineExt(layer->handle, &inputs, &result, &config, &ext, layer->port->stream),
+                       "ncclEpCombine"));
 }
 
 /* ---- High throughput ------------------------------------------------------------------------------------------------ */
@@ -462,14 +466,15 @@ int epLayerDispatch(epLayer *layer, int backward) {
   ext.scale_layout = c->scaleColumns ? NCCL_EP_SCALE_COLUMN_MAJOR : NCCL_EP_SCALE_ROW_MAJOR;
   ext.scale_column_stride = epLayerScaleStride(c);
   ext.no_zero_pad = c->noZeroPad;
-  return complete(layer,
-                  told(layer, ncclEpDispatchExt(layer->handle, &inputs, &result, NULL, &config, &ext, layer->port->stream),
-                       backward ? "ncclEpDispatch (backward)" : "ncclEpDispatch"));
+  return complete(
+      layer, told(layer, ncclEpDispatchExt(layer->handle, &inputs, &result, NULL, &config, &ext, layer->port->stream),
+                  backward ? "ncclEpDispatch (backward)" : "ncclEpDispatch"));
 }
 
 int epLayerCombine(epLayer *layer, int backward) {
   const epLayerConfig *c = &layer->config;
-  size_t sizes[4][2], tokens = layer->tokens[layer->current], rows = outputRows(layer);
+  size_t sizes[6][2], tokens = layer->tokens[layer->current], rows = outputRows(layer);
+  ncclEpTensor_t bias[2];
   ncclEpTensor_t in = tensorOf(&layer->expertOut, epLayerType(c->combineType), 2, sizes[0], rows, c->hidden);
   ncclEpTensor_t inWeights = weightsOf(layer, &layer->expertWeights, sizes[1]);
   ncclEpTensor_t out = tensorOf(&layer->y, epLayerType(c->combineType), 2, sizes[2], tokens, c->hidden);
@@ -485,11 +490,16 @@ int epLayerCombine(epLayer *layer, int backward) {
     inputs.topk_weights = &inWeights;
     result.topk_weights = &outWeights;
   }
+  for (unsigned b = 0; b < c->bias; b++) {
+    bias[b] = tensorOf(&layer->bias[b], epLayerType(c->combineType), 2, sizes[4 + b], tokens, c->hidden);
+    ext.bias[b] = &bias[b];
+  }
   config.pass_direction = backward ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
   config.send_only = c->staged != 0;
   if (c->staged == 2) ext.communication_stream = 1, ext.done_event = layer->port->done;
-  return complete(layer, told(layer, ncclEpCombineExt(layer->handle, &inputs, &result, &config, &ext, layer->port->stream),
-                              backward ? "ncclEpCombine (backward)" : "ncclEpCombine"));
+  return complete(layer,
+                  told(layer, ncclEpCombineExt(layer->handle, &inputs, &result, &config, &ext, layer->port->stream),
+                       backward ? "ncclEpCombine (backward)" : "ncclEpCombine"));
 }
 
 /* ---- Calls together ------------------------------------------------------------------------------------------------- */

@@ -29,10 +29,11 @@ typedef struct epLayerConfig {
   int fused;         /* updates borrow topk_idx, so that dispatch can do their work */
   int backward;      /* also the buffers of the backward pass */
   int graph;         /* epLayerRun replays graphs */
-  int staged;        /* dispatch and combine are sent first and completed by a call of their own; 2: sent on the group's stream */
+  int staged; /* dispatch and combine are sent first and completed by a call of their own; 2: sent on the group's stream */
   int windowOut;     /* dispatch's output tokens are window-backed */
   int single;        /* combine sums nothing on the way (single_reduction) */
   unsigned masks;    /* the group has them (enable_mask) */
+  unsigned bias;     /* rows that combine's sums start from, 0 to 2 */
   unsigned routings; /* index buffers */
   unsigned sms, timeoutMs;
 } epLayerConfig;
@@ -57,7 +58,7 @@ typedef struct epLayer {
   ncclWindow_t outWindow;
   epBuffer counters, offsets, total, sources; /* sources: low latency, rows from each rank */
   epBuffer expertOut, expertWeights;          /* input of combine */
-  epBuffer y, yWeights;
+  epBuffer y, yWeights, bias[2];
   unsigned current; /* routing of the last update */
   int alone;        /* the next update is not followed by its dispatch, so it borrows nothing */
   void *graphs[EP_PARTS][EP_LAYER_ROUTINGS];
