@@ -1,4 +1,4 @@
-/* ncclEpCombine: checks, and the launch of the combine kernel. */
+/* ncclEpCombine: checks, and what the combine kernel is given. */
 #include <string.h>
 
 #include "fail.h"

@@ -1,4 +1,4 @@
-/* ncclEpDispatch: checks, and the launch of the dispatch kernel. */
+/* ncclEpDispatch: checks, and what the dispatch kernel is given. */
 #include <string.h>
 
 #include "fail.h"

@@ -1,7 +1,8 @@
 /*
- * What libnccl_ep adds to the NCCL EP interface (nccl_ep.h): sizes ahead of time, group properties, dispatch with
- * scales in columns, combine with biases, streams and events, exact counts on the host, the routing record's metadata, compiling ahead, the last error of a
- * thread, and communicators of the emulated fabric, on which every ncclEp* call runs without a GPU.
+ * What libnccl_ep adds to the NCCL EP interface (nccl_ep.h): sizes ahead of time, groups with more options and their
+ * properties, updates that borrow, dispatch with scales in columns, combine with biases or without partial sums, streams and
+ * events, exact counts on the host and the device, the routing record's metadata, profiling, compiling ahead, the last error
+ * of a thread, and communicators of the emulated fabric, on which every ncclEp* call runs without a GPU.
  *
  * Nothing here appends a field to a struct of nccl_ep.h. Every struct here starts with `size` and `magic` and is filled
  * by its _INIT macro, as there. The conventions of all calls that nccl_ep.h opens with (results, streams, threads, memory) hold here

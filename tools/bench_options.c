@@ -17,6 +17,8 @@
 #define MAX_RANKS 2048u       /* of --model */
 #define MAX_TOKENS (1u << 20) /* the library's own limit is lower with a top-k above 1 */
 
+const char *argp_program_version = "ep_bench 0.1.0";
+
 enum {
   OPT_BACKEND = 256,
   OPT_TOPOLOGY,

@@ -1,5 +1,5 @@
 /* Test data that every process can compute for any rank: token rows, expert outputs and weights from a hash of (seed,
- * rank, row, element), and routings of the usual and of the hostile kinds. */
+ * rank, row, element), and routings of the usual and of the worst kinds. */
 #ifndef EP_TOOLS_DATA_H_
 #define EP_TOOLS_DATA_H_
 

@@ -14,6 +14,8 @@
 #include "failure.h"
 #include "option_number.h"
 
+const char *argp_program_version = "ep_demo 0.1.0";
+
 enum { WARMUP = 3, ITERATIONS = 10, STEPS = 10 };
 
 typedef struct demoOptions {

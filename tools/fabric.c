@@ -423,7 +423,6 @@ void epFabricClose(epFabric *fabric) {
 
 int epFabricRanks(const epFabric *fabric) { return fabric->ranks; }
 int epFabricIsCuda(const epFabric *fabric) { return fabric->cuda; }
-int epFabricSpeaks(const epFabric *fabric) { return fabric->ports[0].rank == 0; }
 const char *epFabricVersions(const epFabric *fabric) { return fabric->versions; }
 
 /* ---- Memory and streams ----------------------------------------------------------------------------------------- */

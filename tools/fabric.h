@@ -53,7 +53,6 @@ int epFabricOpen(const epFabricOptions *options, epFabric **out);
 void epFabricClose(epFabric *fabric);
 int epFabricRanks(const epFabric *fabric);
 int epFabricIsCuda(const epFabric *fabric);
-int epFabricSpeaks(const epFabric *fabric); /* this process holds rank 0, which prints */
 const char *epFabricVersions(const epFabric *fabric);
 /* Runs `body` for every rank of this process, each on its own thread. -1 when any of them failed; a body that returns
  * -1 wakes the others from their barriers. */

@@ -88,7 +88,7 @@ void infoNics(void) {
   void **(*getDeviceList)(int *count) = NULL;
   void (*freeDeviceList)(void **list) = NULL;
   const char *(*getDeviceName)(void *device) = NULL;
-  static const char meaning[] = "no scale-out; one scale-up domain works";
+  static const char meaning[] = "scale-out over libnccl-rma-ep.so alone; one scale-up domain works";
   int count = 0;
   infoSection("RDMA");
   void *lib = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);
