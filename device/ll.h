@@ -365,7 +365,7 @@ template <class C> DEV void ep_ll_lose(const C c, const epGroupArgs &g, const ep
 /* Whole block, at its end: true in the last one of the operation where rows were lost; the windows of those who lost them are 0 there.
  * The masks of now are those of the next operation. */
 template <class C> DEV bool ep_ll_repairs(const C c, const epGroupArgs &g, uint32_t blocks) {
-  epMaskState *state = ep_mask_state(c, g);
+  epMaskSlot *state = ep_mask_slot(c, g);
   epMaskWords w = ep_mask_words(c, g);
   bool any = false, last = true;
   p::sync_threads();
@@ -373,7 +373,7 @@ template <class C> DEV bool ep_ll_repairs(const C c, const epGroupArgs &g, uint3
     last = p::atomic_add_acq_rel_gpu(&state->finished, 1) == blocks - 1;
   if (!ep_block_agrees(last))
     return false;
-  uint32_t gen = p::ld_relaxed_sys(&ep_state(g)->stageGen);
+  uint32_t gen = p::ld_relaxed_sys(&ep_state(g)->stageGen) + (c.part == EP_PART_SEND); /* which has left it as it was */
 #pragma unroll 1
   for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
     bool lost = p::ld_relaxed_sys(w.lost + r) == gen && !ep_ll_left_out(c, r);

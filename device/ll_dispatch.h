@@ -174,7 +174,7 @@ template <class C> DEV bool ep_ll_gather_living(const C c, const epLlDispatchArg
   }
   p::sync_threads();
   if (p::tid() == 0)
-    p::st_release_gpu(&ep_mask_state(c, a.group)->verdict, op.gen);
+    p::st_release_gpu(&ep_mask_slot(c, a.group)->verdict, op.gen);
   return true;
 }
 
@@ -257,7 +257,7 @@ template <class C> DEV void ep_ll_clerk_receives(const C c, const epLlDispatchAr
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   p::grid_launch();
-  if (!op.lost && ep_ll_gather(c, a, op)) {
+  if (!op.lost && (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op))) {
     ep_ll_tell_counts(c, a);
     if (p::tid() == 0)
       p::stg<uint32_t>(&header->generation, EP_LL_DISPATCHED);
@@ -720,7 +720,7 @@ DEV void ep_ll_take_living(const C c, const epLlDispatchArgs &a, const epLlOp &o
   uint32_t most = 0;
   bool ok = true;
   if (p::tid() == 0)
-    ok = ep_await_flag(c, a.group, &ep_mask_state(c, a.group)->verdict, op.gen, EP_PHASE_GRID, a.group.rank);
+    ok = ep_await_flag(c, a.group, &ep_mask_slot(c, a.group)->verdict, op.gen, EP_PHASE_GRID, a.group.rank);
   if (!ep_block_agrees(ok))
     return;
   ep_ll_counts_told(c, a);

@@ -21,6 +21,18 @@ template <class C> DEV epMaskWindow ep_mask_window(const C c, const epGroupArgs 
 template <class C> DEV epMaskState *ep_mask_state(const C c, const epGroupArgs &g) {
   return (epMaskState *)(g.scratch + ep_mask_scratch(c, g).state);
 }
+/* Of the slot that the operation is on. */
+template <class C> DEV uint8_t *ep_mask_slot_at(const C c, const epGroupArgs &g) {
+  epMaskScratch s = ep_mask_scratch(c, g);
+  return g.scratch + s.slots + g.scratchLayout.state / EP_SECTION_ALIGN * s.slotStride;
+}
+template <class C> DEV epMaskSlot *ep_mask_slot(const C c, const epGroupArgs &g) {
+  return (epMaskSlot *)ep_mask_slot_at(c, g);
+}
+/* The window of `rank` with the words of masks in it, null where it is out of reach. */
+template <class C> DEV uint8_t *ep_mask_home(const C c, const epGroupArgs &g, uint32_t rank) {
+  return (uint8_t *)p::ldg<uint64_t>((const uint64_t *)(g.scratch + ep_mask_scratch(c, g).windows) + rank);
+}
 template <class C> DEV uint32_t *ep_masked_word(const C c, const epGroupArgs &g, uint32_t peer) {
   return (uint32_t *)(g.scratch + ep_mask_scratch(c, g).masked) + peer;
 }
@@ -34,7 +46,8 @@ struct epMaskWords {
 };
 template <class C> DEV epMaskWords ep_mask_words(const C c, const epGroupArgs &g) {
   epMaskScratch s = ep_mask_scratch(c, g);
-  epMaskWords w = {(uint32_t *)(g.scratch + s.left), (uint32_t *)(g.scratch + s.lost), (uint32_t *)(g.scratch + s.counts)};
+  uint8_t *slot = ep_mask_slot_at(c, g);
+  epMaskWords w = {(uint32_t *)(g.scratch + s.left), (uint32_t *)(slot + s.lost), (uint32_t *)(slot + s.counts)};
   return w;
 }
 
@@ -68,7 +81,7 @@ DEV void ep_stop(const C c, const epGroupArgs &g, uint32_t code, uint32_t phase,
 template <class C>
 DEV void ep_mask_out(const C c, const epGroupArgs &g, uint32_t code, uint32_t phase, uint32_t peer, uint32_t expected,
                      uint32_t seen) {
-  uint8_t *window = ep_window(g, peer);
+  uint8_t *window = ep_mask_home(c, g, peer);
   if (p::atomic_cas(ep_masked_word(c, g, peer), 0, 1) != 0) return;
   if (code != EP_ERR_NONE) ep_note(c, g, code, phase, peer, expected, seen);
   if (window)
@@ -82,7 +95,7 @@ template <class C> DEV void ep_beat(const C c, const epGroupArgs &g, uint64_t no
   uint32_t slice = (uint32_t)(now / (g.timeoutNs / 16 + 1)), before = p::ld_relaxed_sys(last);
   if (slice == before || p::atomic_cas(last, before, slice) != before) return;
   for (uint32_t r = 0; r < c.ranks; r++) {
-    uint8_t *window = ep_window(g, r);
+    uint8_t *window = ep_mask_home(c, g, r);
     if (r != g.rank && window && !ep_masked(c, g, r))
       p::st_relaxed_sys((uint32_t *)(window + ep_mask_window(c, g).beats) + g.rank, slice);
   }
@@ -110,7 +123,7 @@ DEV_APART bool ep_peer_gives_up(const C c, const epGroupArgs &g, epPatience &w, 
     return true;
   }
   if (ep_masked(c, g, peer)) return true;
-  const uint8_t *mine = ep_window(g, g.rank);
+  const uint8_t *mine = ep_mask_home(c, g, g.rank);
   epMaskWindow words = ep_mask_window(c, g);
   if (p::ld_relaxed_sys((const uint32_t *)(mine + words.told) + peer) > p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch)) {
     ep_mask_out(c, g, EP_ERR_MASKED_BY, phase, peer, expected, seen);

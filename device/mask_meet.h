@@ -3,10 +3,10 @@
  * Re-admission (clean) is a meeting of all ranks that call it, without the host and bounded in time:
  *
  *   call    a rank tells every other the number of its meeting and its counters; who meets as well answers with that number. A
- *           call that is old gets an answer too, but nobody waits for it
+ *           call that is old gets an answer too, but nobody waits for it. Of its slots' generations it tells the largest
  *   view    everyone now knows who came. Each makes the same of it: an epoch above all theirs, and the largest counters, so that no flag,
- *           word or tag of before is taken for one of after; and tells those who came a hash of that. Before it does, it has cleared its
- *           units, and returned all credits
+ *           word or tag of before is taken for one of after, the same generation for all slots; and tells those who came a hash of that. Before
+ *           it does, it has cleared its units, and returned all credits, of every slot
  *   result  who told the same view is admitted; whoever did not, or came too late, stays out and is told so
  *
  * Two ranks can differ about each other only where one came at the very end of the other's wait. Then one of them stores nothing for the
@@ -28,7 +28,21 @@ DEV bool ep_meet_late(const epGroupArgs &g, uint64_t start, uint32_t round, uint
 }
 
 template <class C> DEV uint64_t *ep_meet_call(const C c, const epGroupArgs &g, uint32_t at, uint32_t from) {
-  return (uint64_t *)(ep_window(g, at) + ep_mask_window(c, g).calls) + from * EP_MEET_WORDS;
+  return (uint64_t *)(ep_mask_home(c, g, at) + ep_mask_window(c, g).calls) + from * EP_MEET_WORDS;
+}
+
+DEV epGroupState *ep_meet_state(const epGroupArgs &g, uint32_t slot) {
+  return (epGroupState *)(g.scratch + epSlotState(slot));
+}
+
+/* Of all slots. */
+DEV uint32_t ep_meet_stage_gen(const epMaskArgs &a) {
+  uint32_t most = p::ldg<uint32_t>(&ep_meet_state(a.group, 0)->stageGen);
+  for (uint32_t s = 1; s < a.slots; s++) {
+    uint32_t gen = p::ldg<uint32_t>(&ep_meet_state(a.group, s)->stageGen);
+    most = (int32_t)(gen - most) > 0 ? gen : most;
+  }
+  return most;
 }
 
 /* One thread for `peer`: calls it and waits until it has answered. */
@@ -37,10 +51,10 @@ template <class C> DEV bool ep_meet(const C c, const epMaskArgs &a, uint32_t pee
   epMaskWindow w = ep_mask_window(c, g);
   uint64_t *mine = ep_meet_call(c, g, peer, g.rank), tag = (uint64_t)number << 32;
   const uint64_t *its = ep_meet_call(c, g, g.rank, peer);
-  const uint32_t *ack = (const uint32_t *)(ep_window(g, g.rank) + w.acks) + peer;
+  const uint32_t *ack = (const uint32_t *)(ep_mask_home(c, g, g.rank) + w.acks) + peer;
   p::st_relaxed_sys(mine + 1, tag | p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch));
   p::st_relaxed_sys(mine + 2, tag | p::ldg<uint32_t>(&ep_state(g)->updateGen));
-  p::st_relaxed_sys(mine + 3, tag | p::ldg<uint32_t>(&ep_state(g)->stageGen));
+  p::st_relaxed_sys(mine + 3, tag | ep_meet_stage_gen(a));
   p::st_release_sys(mine, tag | a.op);
   uint64_t start = p::globaltimer();
   for (uint32_t round = 0, answered = 0;; round++) {
@@ -48,7 +62,7 @@ template <class C> DEV bool ep_meet(const C c, const epMaskArgs &a, uint32_t pee
     uint64_t call = p::ld_acquire_sys(its);
     uint32_t n = (uint32_t)(call >> 32);
     if (n != answered && (uint32_t)call == a.op) {
-      p::st_release_sys((uint32_t *)(ep_window(g, peer) + w.acks) + g.rank, n);
+      p::st_release_sys((uint32_t *)(ep_mask_home(c, g, peer) + w.acks) + g.rank, n);
       answered = n;
     }
     if (heard && answered == n) {
@@ -69,9 +83,10 @@ struct epMeetView {
   uint32_t epoch, updateGen, stageGen, hash;
 };
 
-template <class C> DEV epMeetView ep_meet_view(const C c, const epGroupArgs &g) {
+template <class C> DEV epMeetView ep_meet_view(const C c, const epMaskArgs &a) {
+  const epGroupArgs &g = a.group;
   epMeetView v = {p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch), p::ldg<uint32_t>(&ep_state(g)->updateGen),
-                  p::ldg<uint32_t>(&ep_state(g)->stageGen), 2166136261u};
+                  ep_meet_stage_gen(a), 2166136261u};
   auto mix = [&](uint32_t x) { v.hash = (v.hash ^ x) * 16777619u; };
   for (uint32_t r = 0; r < c.ranks; r++) {
     if (r != g.rank && !p::lds<uint32_t>(ep_meet_at(r, 0))) continue;
@@ -90,12 +105,17 @@ template <class C> DEV epMeetView ep_meet_view(const C c, const epGroupArgs &g) 
   return v;
 }
 
+DEV uint8_t *ep_meet_window(const epMaskArgs &a, uint32_t slot, uint32_t rank) {
+  return (uint8_t *)p::ldg<uint64_t>(a.windows[slot] + rank);
+}
+
 /* Whole block: units of before, whose tags may come again. The tag is one that operations of the other half have. */
 template <class C> DEV void ep_meet_clear(const C c, const epMaskArgs &a) {
   uint4 unit;
   unit.y = unit.z = unit.w = 0;
-  for (uint32_t half = 0; half < 2; half++) {
-    uint8_t *from = ep_window(a.group, a.group.rank) + a.units + half * a.halfBytes;
+  for (uint32_t i = 0; i < 2 * a.slots; i++) {
+    uint32_t half = i & 1;
+    uint8_t *from = ep_meet_window(a, i / 2, a.group.rank) + a.units + half * a.halfBytes;
     unit.x = half ^ 1;
     for (uint64_t at = 16ull * p::tid(); at < a.halfBytes; at += 16ull * c.threads) p::st_relaxed_sys128(from + at, unit);
   }
@@ -107,9 +127,10 @@ DEV bool ep_meet_agrees(const C c, const epMaskArgs &a, uint32_t peer, uint32_t 
   const epGroupArgs &g = a.group;
   uint64_t views = ep_mask_window(c, g).views;
   uint32_t its = (uint32_t)(p::ld_relaxed_sys(ep_meet_call(c, g, g.rank, peer)) >> 32);
-  const uint64_t *word = (const uint64_t *)(ep_window(g, g.rank) + views) + peer;
-  if (!a.lowLatency) p::st_relaxed_sys((uint32_t *)(ep_window(g, peer) + g.window.credits) + g.rank, v.stageGen);
-  p::st_release_sys((uint64_t *)(ep_window(g, peer) + views) + g.rank, (uint64_t)its << 32 | v.hash);
+  const uint64_t *word = (const uint64_t *)(ep_mask_home(c, g, g.rank) + views) + peer;
+  for (uint32_t s = 0; s < a.slots && !a.lowLatency; s++)
+    p::st_relaxed_sys((uint32_t *)(ep_meet_window(a, s, peer) + g.window.credits) + g.rank, v.stageGen);
+  p::st_release_sys((uint64_t *)(ep_mask_home(c, g, peer) + views) + g.rank, (uint64_t)its << 32 | v.hash);
   uint64_t start = p::globaltimer();
   for (uint32_t round = 0;; round++) {
     uint64_t seen = p::ld_acquire_sys(word);
@@ -121,15 +142,15 @@ DEV bool ep_meet_agrees(const C c, const epMaskArgs &a, uint32_t peer, uint32_t 
 template <class C> DEV void ep_mask_clean(const C c, const epMaskArgs &a, uint32_t number) {
   const epGroupArgs &g = a.group;
   epMaskState *state = ep_mask_state(c, g);
-  epMeetView v = ep_meet_view(c, g);
+  epMeetView v = ep_meet_view(c, a);
   if (a.lowLatency) ep_meet_clear(c, a);
   p::sync_threads();
   for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
     if (r == g.rank) continue;
     bool came = p::lds<uint32_t>(ep_meet_at(r, 0)) && ep_meet_agrees(c, a, r, number, v);
     if (!came && !ep_masked(c, g, r)) ep_note(c, g, EP_ERR_MASKED, EP_PHASE_MASK_CLEAN, r, number, 0);
-    if (!came && ep_window(g, r))
-      p::st_relaxed_sys((uint32_t *)(ep_window(g, r) + ep_mask_window(c, g).told) + g.rank, v.epoch + 1);
+    if (!came && ep_mask_home(c, g, r))
+      p::st_relaxed_sys((uint32_t *)(ep_mask_home(c, g, r) + ep_mask_window(c, g).told) + g.rank, v.epoch + 1);
     p::st_relaxed_sys(ep_masked_word(c, g, r), came ? 0 : 1);
     p::st_relaxed_sys(ep_mask_words(c, g).left + r, came ? 0 : 1);
   }
@@ -137,7 +158,7 @@ template <class C> DEV void ep_mask_clean(const C c, const epMaskArgs &a, uint32
   if (p::tid() != 0) return;
   p::st_relaxed_sys(&state->epoch, v.epoch);
   p::stg<uint32_t>(&ep_state(g)->updateGen, v.updateGen);
-  p::stg<uint32_t>(&ep_state(g)->stageGen, v.stageGen);
+  for (uint32_t s = 0; s < a.slots; s++) p::stg<uint32_t>(&ep_meet_state(g, s)->stageGen, v.stageGen);
   p::st_relaxed_sys(&a.result->updateGen, v.updateGen);
   p::st_relaxed_sys(&a.result->epoch, v.epoch);
 }
@@ -148,7 +169,7 @@ template <class C> DEV void ep_mask(const C c, const epMaskArgs &a) {
   epMaskState *state = ep_mask_state(c, g);
   uint32_t number = p::ld_relaxed_sys(&state->meetings) + 1;
   for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
-    bool other = r != g.rank && ep_window(g, r);
+    bool other = r != g.rank && ep_mask_home(c, g, r);
     if (a.op == EP_MASK_QUERY) p::stg<int32_t>(a.out + r, ep_masked(c, g, r) ? 0 : 1);
     if (a.op == EP_MASK_SET && other && !(a.keep[r / 32] >> r % 32 & 1))
       ep_mask_out(c, g, EP_ERR_NONE, EP_PHASE_NONE, r, 0, 0);

@@ -407,7 +407,7 @@ template <class C> DEV void ep_update_replies(const C c, const epUpdateArgs &a, 
 
 /* All blocks, with masks: the first one has settled which sources take part; true when it has found any. */
 template <class C> DEV bool ep_update_settled(const C c, const epUpdateArgs &a, uint32_t gen) {
-  uint32_t *verdict = &ep_mask_state(c, a.group)->verdict;
+  uint32_t *verdict = &ep_mask_slot(c, a.group)->verdict;
   bool ok = true;
   if (ep_update_block(a) == 0) {
     p::sync_threads();

@@ -101,7 +101,8 @@ static ncclResult_t epGroupRelease(struct ncclEpGroup *g) {
 
 /* Collective: ranks compare configurations, and how each fared so far. */
 static ncclResult_t epGroupAgree(struct ncclEpGroup *g, ncclResult_t status) {
-  epGroupWire mine = epGroupWireOf(&g->config, &g->shape, g->maxInFlight, status), *all = calloc(g->shape.ranks, sizeof *all);
+  epGroupWire mine = epGroupWireOf(&g->config, &g->shape, g->maxInFlight, status),
+              *all = calloc(g->shape.ranks, sizeof *all);
   ncclResult_t r;
   if (!all) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
   r = g->be->ops->allGather(g->be, &mine, all, sizeof mine);
@@ -124,7 +125,7 @@ static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
                  g->topology.rank);
   if (r == ncclSuccess) r = g->be->ops->copyToDevice(g->be, g->windowTable, peers, g->shape.ranks * sizeof *peers);
   if (r == ncclSuccess && epIsHybrid(g)) r = epHybridConnect(g, g->window, 0, &g->hybrid.gin);
-  return r;
+  return r == ncclSuccess && g->config.enable_mask ? epMaskWindows("ncclEpCreateGroup", g) : r;
 }
 
 /* Options beyond the configuration. */

@@ -6,6 +6,7 @@
 #include "fail.h"
 #include "low_latency.h"
 #include "mask_layout.h"
+#include "operation.h"
 
 uint64_t epMaskWindowBytes(const struct ncclEpGroup *g) {
   return g->config.enable_mask ? epMaskWindowOf(g->windowLayout.bytes, g->shape.ranks).bytes : g->windowLayout.bytes;
@@ -14,6 +15,13 @@ uint64_t epMaskWindowBytes(const struct ncclEpGroup *g) {
 uint64_t epMaskScratchBytes(const struct ncclEpGroup *g) {
   return g->config.enable_mask ? epMaskScratchOf(g->scratchLayout.bytes, g->shape.ranks, g->shape.experts).bytes
                                : g->scratchLayout.bytes;
+}
+
+ncclResult_t epMaskWindows(const char *call, struct ncclEpGroup *g) {
+  epMaskScratch s = epMaskScratchOf(g->scratchLayout.bytes, g->shape.ranks, g->shape.experts);
+  ncclResult_t r = g->be->ops->copyToDevice(g->be, (uint8_t *)g->scratch + s.windows, g->windows,
+                                            g->shape.ranks * sizeof *g->windows);
+  return r == ncclSuccess ? epSlotsOpen(call, g, g->maxInFlight, NULL) : r;
 }
 
 /* A thread for each rank. */
@@ -86,6 +94,7 @@ ncclResult_t epMaskClean(ncclEpGroup_t g, cudaStream_t stream) {
   static const char call[] = "ncclEpMaskClean";
   epMaskArgs a = {.op = EP_MASK_CLEAN};
   ncclResult_t r = epMaskFind(call, g);
+  if (r == ncclSuccess) r = epStagedNowhere(call, g);
   if (r == ncclSuccess) r = epRefuseCapture(call, g, stream, "it waits for the other ranks, on the host too");
   if (r != ncclSuccess) return r;
   a.result = (epMaskResult *)(void *)(g->sharedDev + offsetof(epGroupShared, meeting));
@@ -95,9 +104,12 @@ ncclResult_t epMaskClean(ncclEpGroup_t g, cudaStream_t stream) {
     a.units = w.stage;
     a.halfBytes = w.rowStride * (g->shape.ranks - 1ull) * g->shape.maxTokens;
   }
+  a.slots = 1 + g->maxInFlight;
+  for (unsigned i = 0; i < a.slots; i++) a.windows[i] = epSlotArgs(g, i).windows;
   r = epMaskLaunch(call, g, &a, stream);
   if (r == ncclSuccess) r = g->be->ops->synchronize(g->be, stream);
   if (r != ncclSuccess) return r;
+  epSlotsGiveAll(g);
   pthread_mutex_lock(&g->lock); /* the kernels' generations have moved */
   g->updatesIssued = __atomic_load_n(&g->shared->meeting.updateGen, __ATOMIC_ACQUIRE);
   pthread_mutex_unlock(&g->lock);
@@ -105,7 +117,7 @@ ncclResult_t epMaskClean(ncclEpGroup_t g, cudaStream_t stream) {
 }
 
 ncclResult_t epMaskLeave(struct ncclEpGroup *g) {
-  epMaskArgs a = {.op = EP_MASK_LEAVE};
+  epMaskArgs a = {.op = EP_MASK_LEAVE, .slots = 1};
   ncclResult_t r = epMaskLaunch("ncclEpGroupDestroy", g, &a, NULL);
   return r == ncclSuccess ? g->be->ops->synchronize(g->be, NULL) : r;
 }

@@ -144,13 +144,20 @@ ncclResult_t epStagedNone(const char *call, const struct ncclEpHandle *h) {
                 isDispatch(h->staged->kernelId) ? "dispatch" : "combine");
 }
 
+ncclResult_t epStagedNowhere(const char *call, struct ncclEpGroup *g) {
+  unsigned count = 0;
+  pthread_mutex_lock(&g->lock);
+  for (const struct ncclEpHandle *h = g->handles; h; h = h->next) count += h->staged && h->staged->on;
+  pthread_mutex_unlock(&g->lock);
+  if (!count) return ncclSuccess;
+  return epFail(ncclInvalidUsage, "%s: %u staged operation%s of the group %s in flight: expected ncclEpComplete before",
+                call, count, count == 1 ? "" : "s", count == 1 ? "is" : "are");
+}
+
 int epInParts(const epIssue *how) { return how->sendOnly || how->epilogue; }
 
 ncclResult_t epOperationRun(const char *call, struct ncclEpHandle *h, const epOperation *op, epIssue *how,
                             cudaStream_t stream) {
-  if (epInParts(how) && h->group->config.enable_mask)
-    return epFail(ncclInvalidUsage, "%s: %s is not supported yet in a group with enable_mask", call,
-                  how->sendOnly ? "send_only" : "ext_config.epilogue_event");
   if (how->sendOnly) return runStaged(call, h, op, how, stream);
   return (how->epilogue ? runParts : runWhole)(call, h, op, how, stream);
 }

@@ -15,6 +15,8 @@ typedef struct epOperation {
 
 /* Refuses what a handle with a staged operation must not do now. */
 ncclResult_t epStagedNone(const char *call, const struct ncclEpHandle *handle);
+/* The same of all handles of a group. */
+ncclResult_t epStagedNowhere(const char *call, struct ncclEpGroup *group);
 /* The operation must not route by itself where it runs in parts: epInParts. */
 ncclResult_t epOperationRun(const char *call, struct ncclEpHandle *handle, const epOperation *op, epIssue *how,
                             cudaStream_t stream);
@@ -25,9 +27,12 @@ ncclResult_t epOperationComplete(const char *call, struct ncclEpHandle *handle, 
 void epWishParts(epWishes *wishes);
 
 /* ---- slots.c: windows of staged operations (layout.h, EP_SLOTS). They are made when they are first needed, as many as are in flight at
- * once, on all ranks alike, because all issue and complete operations in the same order. */
+ * once, on all ranks alike, because all issue and complete operations in the same order; with masks, where a rank may be missing then, all of
+ * them with the group. */
 ncclResult_t epSlotTake(const char *call, struct ncclEpGroup *group, cudaStream_t stream, unsigned *slot);
 void epSlotGive(struct ncclEpGroup *group, unsigned slot);
+/* Those too whose operation went with its handle. */
+void epSlotsGiveAll(struct ncclEpGroup *group);
 /* Makes the memory of the first `count` slots. Collective. */
 ncclResult_t epSlotsOpen(const char *call, struct ncclEpGroup *group, unsigned count, cudaStream_t stream);
 ncclResult_t epSlotsRelease(struct ncclEpGroup *group);

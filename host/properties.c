@@ -134,9 +134,6 @@ ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
   if (r == ncclSuccess && c->in_flight > g->maxInFlight)
     r = epFail(ncclInvalidArgument, "%s: in_flight is %u: expected at most max_in_flight, %u", call, c->in_flight,
                g->maxInFlight);
-  if (r == ncclSuccess && c->in_flight && g->config.enable_mask)
-    r = epFail(ncclInvalidUsage, "%s: in_flight is %u: not supported yet in a group with enable_mask: expected 0", call,
-               c->in_flight);
   if (r == ncclSuccess) r = epRefuseCapture(call, g, NULL, "kernels cannot be compiled then");
   if (r == ncclSuccess) r = epKernelCompileAll(g, &wishes);
   return r == ncclSuccess ? epSlotsOpen(call, g, c->in_flight, NULL) : r;

@@ -68,6 +68,10 @@ ncclResult_t epSlotTake(const char *call, struct ncclEpGroup *g, cudaStream_t st
 
 void epSlotGive(struct ncclEpGroup *g, unsigned slot) { g->slots[slot - 1].taken = 0; }
 
+void epSlotsGiveAll(struct ncclEpGroup *g) {
+  for (unsigned i = 0; i < g->maxInFlight; i++) epSlotGive(g, i + 1);
+}
+
 ncclResult_t epSlotsRelease(struct ncclEpGroup *g) {
   ncclResult_t first = ncclSuccess;
   for (unsigned i = 0; i < EP_MAX_IN_FLIGHT; i++) {

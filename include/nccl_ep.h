@@ -58,10 +58,9 @@
  *              ncclEpGetGroupProperties tells it); one more is refused. All ranks send and complete in the same order. Each that is in
  *              flight takes memory as large as the group's window, made by the first call that needs it: that call is
  *              host-blocking like the making of a group, and not possible while capturing. ncclEpPrepare (in_flight) makes it
- *              before. ncclEpComplete's stream is the send's, or one that waits for it. A handle that is destroyed with a
+ *              before; with enable_mask it is made with the group, as a rank may be missing later. ncclEpComplete's stream is the send's, or one that waits for it. A handle that is destroyed with a
  *              staged operation leaves its memory taken until the group is destroyed. A graph holds both parts of its
- *              staged operations, and is replayed while no other ones are in flight than were when it was captured. Not
- *              supported yet with enable_mask.
+ *              staged operations, and is replayed while no other ones are in flight than were when it was captured.
  *   Graphs     ncclEpUpdateHandle, ncclEpDispatch, ncclEpCombine and ncclEpComplete can be captured, once the kernels
  *              they need are compiled (by an earlier call of the same shape, or ncclEpPrepare). The number of tokens is
  *              fixed by the capture; a row of -1 in topk_idx is an inactive token.
@@ -769,6 +768,8 @@ ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t 
  *   its sums   are left out of combine's; weights that would come from it are 0
  *   reports    ncclEpGetAsyncError gives 1, ncclEpGetErrorInfo the rank, phase, peer, generation expected and seen. The group goes on
  *   later      calls wait for it no more
+ *   staged     masks are the group's, whichever operation found out: a sending part sends nothing to a rank that is masked, and a completion
+ *              waits for none of its rows. A rank that has sent and does not complete is missed when it is next waited for
  * A mask is each rank's own, and ranks find out at different times: in the operation in which a rank falls out, one may have its rows
  * and another may not; each row, and each rank's part of a token's sum, is there in whole or not at all, and every output is what one
  * set of ranks that answered gives. Who masks a rank tells it: one that was only late finds out at its first wait, masks in turn who
@@ -793,7 +794,8 @@ ncclResult_t ncclEpMaskUpdate(ncclEpGroup_t ep_group, const int *mask, cudaStrea
  * their counters agree, however they were masked and wherever they had stopped. A rank that does not call within timeout_ns stays
  * masked, or is masked now. Waits on the host until the stream has come that far. Does not clear the asynchronous error.
  * Collective among those that call; not while capturing. Handles have to be updated afterwards, see above. ncclInvalidUsage: the group
- * has no masks. */
+ * has no masks, or a staged operation of it is in flight here (complete it before, which takes a timeout at most). What staged operations
+ * of destroyed handles kept is free again. */
 ncclResult_t ncclEpMaskClean(ncclEpGroup_t ep_group, cudaStream_t stream);
 
 /* ncclEpGetAsyncError: whether a kernel of the group has reported something.

@@ -121,7 +121,7 @@ typedef struct {
    * of the communicator. Without effect within one domain. ncclInvalidUsage before NCCL 2.30. */
   unsigned int traffic_class;
   /* Staged operations that may be in flight, 1 to 8, the same on all ranks; 0: 2. Environment: NCCL_EP_MAX_IN_FLIGHT, where 0 is none.
-   * Each takes memory as large as the window, when it is first needed. */
+   * Each takes memory as large as the window, when it is first needed; with enable_mask, when the group is made. */
   unsigned int max_in_flight;
 } ncclEpGroupExtConfig_t;
 #define NCCL_EP_GROUP_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupExtConfig_t, NCCL_EP_MAGIC)

@@ -34,7 +34,7 @@ static float timesOf(const epTestRank *me, const setting *s, const batch *b, uin
   float times = 0;
   for (uint32_t k = 0; k < TOPK; k++) {
     int64_t e = b->choice[t][k];
-    if (e < 0 || ((flat(s) || rankMajor(s)) && hit[e / 4]++)) continue;
+    if (e < 0 || e / 4 + 1 == s->gone || ((flat(s) || rankMajor(s)) && hit[e / 4]++)) continue;
     times += s->lowLatency && !rankMajor(s) ? weightOf(t, k) : 1.0f;
   }
   (void)me;
@@ -174,7 +174,7 @@ void epSettingGroup(epTestRank *me, const setting *s) {
   config.max_dispatch_tokens_per_rank = MOST;
   config.max_token_bytes = 2 * HIDDEN;
   config.num_topk = TOPK;
-  config.timeout_ns = 20000000000ull;
+  config.timeout_ns = s->timeoutNs ? s->timeoutNs : 20000000000ull;
   ext.max_in_flight = s->inFlight;
   config.enable_mask = s->masks != 0;
   EXPECT_OK(me, ncclEpCreateGroupExt(&me->group, me->comm, &config, &ext));

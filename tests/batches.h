@@ -17,6 +17,8 @@ typedef struct setting {
   int zeroTokens;
   unsigned inFlight; /* max_in_flight */
   int masks;         /* enable_mask */
+  int gone;          /* a rank whose part of the sums is missing, plus 1 */
+  uint64_t timeoutNs;
   int copies;        /* no update borrows topk_idx */
   uint64_t seed;     /* of routings and drawn scripts */
   const char *script;

@@ -9,6 +9,7 @@
 
 #include <cmocka.h>
 
+#include "batches.h"
 #include "masks.h"
 
 typedef enum { STOPPED, BY_HAND } how;
@@ -407,11 +408,136 @@ static void ranksThatAreApartMeetAgain(void **state) {
   }
 }
 
+/* ---- Staged operations, in both algorithms: two in flight -------------------------------------------------------------- */
+
+enum { BEFORE_SEND, BEFORE_COMPLETION, SOMEWHERE };
+
+typedef struct staged {
+  setting with, without; /* the rank that stops */
+  int where;
+  unsigned long long after;
+  pthread_barrier_t meet;
+} staged;
+
+static void sends(epTestRank *me, const setting *s, batch *b, int combine) {
+  for (int i = 0; i < 2; i++)
+    EXPECT_OK(me, combine ? epBatchCombine(me, s, &b[i], 1, NULL) : epBatchDispatch(me, s, &b[i], 1, NULL));
+}
+
+static void completes(epTestRank *me, batch *b, int first) {
+  EXPECT_OK(me, ncclEpComplete(b[first].handle, NULL, NULL));
+  EXPECT_OK(me, ncclEpComplete(b[!first].handle, NULL, NULL));
+}
+
+static void stagedRound(epTestRank *me, const setting *s, batch *b) {
+  for (unsigned i = 0; i < 2; i++) epBatchUpdate(me, s, &b[i], i);
+  sends(me, s, b, 0), completes(me, b, 1);
+  sends(me, s, b, 1), completes(me, b, 0);
+  for (unsigned i = 0; i < 2; i++) epBatchCheck(me, s, &b[i], i);
+}
+
+/* Each rank's part of a sum is there in whole: elements differ in sign alone. */
+static void roughSums(epTestRank *me, const batch *b) {
+  const uint16_t *y = b->y.t.data;
+  for (uint32_t t = 0; t < b->tokens; t++)
+    for (uint32_t h = 1; h < HIDDEN; h++)
+      EXPECT(me, (y[t * HIDDEN + h] & 0x7fff) == (y[t * HIDDEN] & 0x7fff),
+             "token %u: element %u is %x, the first one %x", t, h, y[t * HIDDEN + h], y[t * HIDDEN]);
+}
+
+static void surviveStaged(epTestRank *me, staged *p, batch *b) {
+  unsigned long long from = clockOf(me);
+  if (p->where != BEFORE_COMPLETION) sends(me, &p->with, b, 0);
+  completes(me, b, 0);
+  sends(me, &p->with, b, 1);
+  EXPECT_ERROR(me, ncclEpMaskClean(me->group, NULL), ncclInvalidUsage,
+               "2 staged operations of the group are in flight|ncclEpComplete before");
+  completes(me, b, 1);
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  if (p->where == SOMEWHERE) {
+    EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
+    for (unsigned i = 0; i < 2; i++) roughSums(me, &b[i]);
+    EXPECT_OK(me, ncclEpMaskUpdate(me->group, (int[]){1, 0, 1}, NULL)); /* it may have stopped with its work done */
+    EXPECT_OK(me, ncclEpErrorClear(me->group));
+  } else {
+    expectOneTimeout(me, from);
+    for (unsigned i = 0; i < 2; i++) epBatchCheck(me, &p->without, &b[i], i);
+    expectNamed(me);
+  }
+  expectMask(me, "after the wait", GONE);
+  from = clockOf(me);
+  stagedRound(me, &p->without, b);
+  expectQuick(me, from);
+  epExpectNoAsyncError(me);
+}
+
+static void stagedBody(epTestRank *me) {
+  staged *p = me->arg;
+  batch b[2] = {0};
+  int gone = me->rank == GONE;
+  epSettingGroup(me, &p->with);
+  if (!me->group) return;
+  for (unsigned i = 0; i < 2; i++) epBatchMake(me, &p->with, &b[i]);
+  stagedRound(me, &p->with, b);
+  for (unsigned i = 0; i < 2; i++) epBatchUpdate(me, &p->with, &b[i], i);
+  if (p->where == BEFORE_COMPLETION) sends(me, &p->with, b, 0);
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  pthread_barrier_wait(&p->meet);
+  if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, p->after));
+  if (gone && p->where == SOMEWHERE) {
+    sends(me, &p->with, b, 0), completes(me, b, 0);
+    sends(me, &p->with, b, 1), completes(me, b, 1);
+  }
+  pthread_barrier_wait(&p->meet);
+  if (!gone) surviveStaged(me, p, b);
+  pthread_barrier_wait(&p->meet);
+  if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  pthread_barrier_wait(&p->meet);
+  if (gone && p->where == BEFORE_COMPLETION) {
+    EXPECT_ERROR(me, ncclEpMaskClean(me->group, NULL), ncclInvalidUsage, "2 staged operations");
+    completes(me, b, 0);
+  }
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
+  expectMask(me, "after the re-admission", -1);
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+  for (unsigned i = 0; i < 2; i++) b[i].round = 9; /* ranks must agree about updates that borrow */
+  for (int i = 0; i < 3; i++) stagedRound(me, &p->with, b);
+  for (unsigned i = 0; i < 2; i++) { /* whole ones too */
+    epBatchUpdate(me, &p->with, &b[i], i);
+    EXPECT_OK(me, epBatchDispatch(me, &p->with, &b[i], 0, NULL));
+    EXPECT_OK(me, epBatchCombine(me, &p->with, &b[i], 0, NULL));
+    epBatchCheck(me, &p->with, &b[i], i);
+  }
+  epExpectNoAsyncError(me);
+  for (unsigned i = 0; i < 2; i++) epBatchFree(me, &b[i]);
+  epGroupFree(me);
+}
+
+static void aRankThatStopsAmongStagedOperations(void **state) {
+  (void)state;
+  static const ncclEpLayout_t all[][2] = {{NCCL_EP_LAYOUT_FLAT, NCCL_EP_LAYOUT_EXPERT_MAJOR},
+                                          {NCCL_EP_LAYOUT_RANK_MAJOR, NCCL_EP_LAYOUT_EXPERT_MAJOR}};
+  for (int l = 0; l < 4; l++)
+    for (int where = BEFORE_SEND; where <= SOMEWHERE; where++)
+      for (unsigned s = 0; s < (where == SOMEWHERE ? 4u : 1u); s++) {
+        staged p = {.where = where, .after = where == SOMEWHERE ? (s + 1) * 7919 % 25000 : NEVER};
+        epTestWorld world = {.ranks = 3, .sms = s % 3 == 1 ? 3 : 0, .seed = 900 + s, .arg = &p};
+        p.with = (setting){
+            .lowLatency = l / 2, .layout = all[l / 2][l % 2], .masks = 1, .timeoutNs = TIMEOUT_NS, .seed = 40 + s};
+        p.without = p.with;
+        p.without.gone = GONE + 1;
+        assert_int_equal(pthread_barrier_init(&p.meet, NULL, 3), 0);
+        epWorldRun(&world, stagedBody);
+        pthread_barrier_destroy(&p.meet);
+      }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(aRankThatStopsIsLeftOut),    cmocka_unit_test(aRankMaskedByHandIsLeftOut),
       cmocka_unit_test(aRankThatIsKilledIsLeftOut), cmocka_unit_test(twoRanksThatStopTogether),
-      cmocka_unit_test(ranksThatAreApartMeetAgain),
+      cmocka_unit_test(ranksThatAreApartMeetAgain), cmocka_unit_test(aRankThatStopsAmongStagedOperations),
   };
   return cmocka_run_group_tests_name("masks", tests, NULL, NULL);
 }

@@ -34,8 +34,8 @@ static void step(epTestRank *me, const setting *s, batch *batches, char what, un
   }
 }
 
-/* Any order in which each batch goes through its own steps, with at most two in flight. */
-static void drawnScript(epTestRank *me, const setting *s, batch *batches) {
+/* Any order in which each batch goes through its own steps, with at most two in flight. of: each batch's own setting. */
+static void drawnScript(epTestRank *me, const setting *s, const setting *const of[BATCHES], batch *batches) {
   char next[BATCHES] = {'u', 'u', 'u'};
   int flying = 0;
   for (unsigned i = 0, done = 0; done < s->steps || flying; i++) {
@@ -45,11 +45,11 @@ static void drawnScript(epTestRank *me, const setting *s, batch *batches) {
     if (done >= s->steps && now != 'e' && now != 'E') continue; /* only what is in flight goes on */
     if (!whole && (now == 'd' || now == 'c') && flying == 2) continue;
     if (now == 'd' || now == 'c') {
-      step(me, s, batches, whole ? now : now == 'd' ? 'D' : 'C', number);
+      step(me, of[number], batches, whole ? now : now == 'd' ? 'D' : 'C', number);
       flying += !whole;
       next[number] = whole ? (now == 'd' ? 'c' : 'k') : now == 'd' ? 'e' : 'E'; /* e: of a dispatch, E: of a combine */
     } else {
-      step(me, s, batches, now == 'E' ? 'e' : now, number);
+      step(me, of[number], batches, now == 'E' ? 'e' : now, number);
       flying -= now == 'e' || now == 'E';
       next[number] = now == 'u'   ? 'd'
                      : now == 'e' ? 'c'
@@ -71,7 +71,7 @@ static void scriptBody(epTestRank *me) {
       p--;
     else
       step(me, s, batches, *p, (unsigned)(p[1] - '0'));
-  if (!s->script) drawnScript(me, s, batches);
+  if (!s->script) drawnScript(me, s, (const setting *const[]){s, s, s}, batches);
   epExpectNoAsyncError(me);
   for (unsigned i = 0; i < BATCHES; i++) epBatchFree(me, &batches[i]);
   epGroupFree(me);
@@ -121,6 +121,39 @@ static void anyOrder(void **state) {
     s.windows = 1;
     if (m == 0) run(s, 4, 1, wanted(2), 0);
   }
+}
+
+/* Low latency and high throughput by turns: two groups, three handles. */
+static void turnsBody(epTestRank *me) {
+  const setting *s = me->arg;
+  batch batches[BATCHES] = {0};
+  setting flat = *s, major = *s;
+  ncclEpGroup_t low;
+  flat.lowLatency = major.lowLatency = 0;
+  flat.layout = NCCL_EP_LAYOUT_FLAT, major.layout = NCCL_EP_LAYOUT_EXPERT_MAJOR;
+  epSettingGroup(me, s);
+  low = me->group;
+  epBatchMake(me, s, &batches[0]);
+  epSettingGroup(me, &flat);
+  epBatchMake(me, &flat, &batches[1]), epBatchMake(me, &major, &batches[2]);
+  drawnScript(me, s, (const setting *const[]){s, &flat, &major}, batches);
+  epExpectNoAsyncError(me);
+  for (unsigned i = 0; i < BATCHES; i++) epBatchFree(me, &batches[i]);
+  epGroupFree(me);
+  me->group = low;
+  epExpectNoAsyncError(me);
+  epGroupFree(me);
+}
+
+static void algorithmsTakeTurns(void **state) {
+  (void)state;
+  for (int masks = 0; masks < 2; masks++)
+    for (unsigned seed = 1; seed <= wanted(2); seed++) {
+      setting s = {.lowLatency = 1, .masks = masks, .steps = 25, .seed = seed};
+      epTestWorld world = {.ranks = 8, .seed = seed, .sms = seed % 3 == 1 ? 3 : 0, .arg = &s};
+      s.layout = seed % 2 ? NCCL_EP_LAYOUT_RANK_MAJOR : NCCL_EP_LAYOUT_EXPERT_MAJOR;
+      epWorldRun(&world, turnsBody);
+    }
 }
 
 static void anyOrderAcrossDomains(void **state) {
@@ -265,7 +298,7 @@ static void noneBody(epTestRank *me) {
   epGroupFree(me);
 }
 
-/* Not with masks yet: neither staged nor cut by an event. */
+/* In a group with masks: cut by an event, and beside a re-admission, which must not find any in flight. */
 static void maskedBody(epTestRank *me) {
   const setting *s = me->arg;
   batch b = {0};
@@ -276,14 +309,20 @@ static void maskedBody(epTestRank *me) {
   EXPECT_OK(me, ncclEpEmuEventCreate(me->comm, &event));
   epBatchMake(me, s, &b), epBatchUpdate(me, s, &b, 0);
   d.epilogue_event = c.epilogue_event = event;
-  EXPECT_ERROR(me, epBatchDispatch(me, s, &b, 1, NULL), ncclInvalidUsage, "send_only is not supported yet|enable_mask");
-  EXPECT_ERROR(me, epBatchDispatch(me, s, &b, 0, &d), ncclInvalidUsage,
-               "epilogue_event is not supported yet|enable_mask");
-  EXPECT_OK(me, epBatchDispatch(me, s, &b, 0, NULL));
-  EXPECT_ERROR(me, epBatchCombine(me, s, &b, 0, &c), ncclInvalidUsage,
-               "epilogue_event is not supported yet|enable_mask");
+  EXPECT_OK(me, epBatchDispatch(me, s, &b, 0, &d));
+  EXPECT_OK(me, epBatchCombine(me, s, &b, 0, &c));
+  epBatchCheck(me, s, &b, 0);
+  EXPECT_OK(me, epBatchDispatch(me, s, &b, 1, NULL));
+  EXPECT_ERROR(me, ncclEpMaskClean(me->group, NULL), ncclInvalidUsage,
+               "ncclEpMaskClean|1 staged operation of the group is in flight|ncclEpComplete before");
+  EXPECT_OK(me, ncclEpComplete(b.handle, NULL, NULL));
+  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
+  epBatchUpdate(me, s, &b, 0);
+  EXPECT_OK(me, epBatchDispatch(me, s, &b, 1, NULL));
+  EXPECT_OK(me, ncclEpComplete(b.handle, NULL, NULL));
   EXPECT_OK(me, epBatchCombine(me, s, &b, 0, NULL));
   epBatchCheck(me, s, &b, 0);
+  epExpectNoAsyncError(me);
   epBatchFree(me, &b);
   epGroupFree(me);
   EXPECT_OK(me, ncclEpEmuEventDestroy(me->comm, event));
@@ -295,6 +334,12 @@ static void masks(void **state) {
     setting s = {.lowLatency = modes[m].lowLatency, .layout = modes[m].layout, .seed = 5, .masks = 1};
     epTestWorld world = {.ranks = 2, .seed = 4, .arg = &s};
     epWorldRun(&world, maskedBody);
+    s.script = scripts[4];
+    run(s, 3, 1, 1, 0);
+    s.script = NULL, s.steps = 30;
+    run(s, 4, 1, wanted(1), 0);
+    s.script = scripts[1];
+    run(s, 3, 1, 1, 1);
   }
 }
 
@@ -327,9 +372,15 @@ static void environment(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(written),    cmocka_unit_test(anyOrder),    cmocka_unit_test(anyOrderAcrossDomains),
-      cmocka_unit_test(fewBlocks),  cmocka_unit_test(noTokens),    cmocka_unit_test(refusals),
-      cmocka_unit_test(absentRank), cmocka_unit_test(environment), cmocka_unit_test(masks)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(written),
+                                     cmocka_unit_test(anyOrder),
+                                     cmocka_unit_test(anyOrderAcrossDomains),
+                                     cmocka_unit_test(fewBlocks),
+                                     cmocka_unit_test(noTokens),
+                                     cmocka_unit_test(refusals),
+                                     cmocka_unit_test(absentRank),
+                                     cmocka_unit_test(environment),
+                                     cmocka_unit_test(masks),
+                                     cmocka_unit_test(algorithmsTakeTurns)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
