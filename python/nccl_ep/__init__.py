@@ -1,13 +1,14 @@
 """Expert-parallel dispatch and combine (libnccl_ep) for Python, with the interface of DeepEP V2's ElasticBuffer.
 
 PyTorch is needed for GPUs, NumPy for the emulated fabric (nccl_ep.emu); importing this needs neither."""
+from . import c_api
 from .buffer import ElasticBuffer, EPBuffer
 from .events import EventHandle, EventOverlap
 from .handle import EPHandle
 from .library import EpError, version
 
 __all__ = ['ElasticBuffer', 'EPBuffer', 'EPHandle', 'EventHandle', 'EventOverlap', 'EpError', 'version']
-__version__ = '0.1.0'
+__version__ = '%d.%d.%d' % c_api.RELEASE
 
 
 def __getattr__(name):

@@ -5,6 +5,7 @@ import ctypes as c
 MAGIC = 0xC00FFFEE
 TENSOR_MAGIC = 0xCAFECAFE
 API_VERSION = 2
+RELEASE = (0, 1, 0)  # of this package; the library's must agree in the first two
 
 ALGO_LOW_LATENCY, ALGO_HIGH_THROUGHPUT = 0, 1
 LAYOUT_EXPERT_MAJOR, LAYOUT_RANK_MAJOR, LAYOUT_FLAT = 1, 2, 3

@@ -10,6 +10,13 @@ from .library import call
 Array = namedtuple('Array', 'address dtype shape')
 
 
+class Unique:
+    """What stands for memory, streams or the library's objects of one rank."""
+
+    def __reduce__(self):
+        raise TypeError('%s cannot be copied or pickled: it stands for what one rank has' % type(self).__name__)
+
+
 class Descriptor:
     """An ncclEpTensor_t and the extents it points to; `pointer` is None for an absent tensor."""
 
@@ -36,7 +43,7 @@ def _filled(struct, **arrays):
     return filled
 
 
-class Group:
+class Group(Unique):
     """An ncclEpGroup_t in high throughput, eager (outputs are sized by the caller). Making one is collective."""
 
     def __init__(self, comm, num_experts, max_tokens, max_token_bytes, num_topk, timeout_ns, multiple_reductions=True):
@@ -47,7 +54,7 @@ class Group:
         pointer = ctypes.c_void_p()
         call('ncclEpCreateGroupExt', pointer, comm, config,
              c_api.GroupExtConfig(single_reduction=not multiple_reductions))
-        self.pointer = pointer
+        self.pointer, self.max_token_bytes = pointer, max_token_bytes
 
     def properties(self):
         properties = c_api.GroupProperties()
@@ -80,7 +87,7 @@ Counts = namedtuple('Counts', 'per_source per_expert total_padded')
 Metadata = namedtuple('Metadata', 'source_rank source_token received_slot')
 
 
-class Handle:
+class Handle(Unique):
     """An ncclEpHandle_t over the caller's memory: the routing of one batch."""
 
     def __init__(self, group, layout, alignment, topk, memory):
@@ -93,8 +100,14 @@ class Handle:
         call('ncclEpInitHandle', pointer, group.pointer, layout, config, topk, Descriptor(memory).pointer)
         self.pointer = pointer
 
+    def live(self):
+        """Its pointer."""
+        if self.pointer is None:
+            raise RuntimeError('the handle was destroyed with its buffer')
+        return self.pointer
+
     def update(self, topk_idx, stream):
-        call('ncclEpUpdateHandle', self.pointer, Descriptor(topk_idx).pointer, None, stream)
+        call('ncclEpUpdateHandle', self.live(), Descriptor(topk_idx).pointer, None, stream)
         self.tokens = topk_idx.shape[0]
 
     def dispatch(self, inputs, outputs, backward, columns, zero_pad, num_sms, send_only, stream):
@@ -105,7 +118,7 @@ class Handle:
         ext = c_api.DispatchExtConfig(
             scale_layout=c_api.SCALE_COLUMN_MAJOR if columns else c_api.SCALE_ROW_MAJOR, no_zero_pad=not zero_pad,
             num_sms=num_sms)
-        call('ncclEpDispatchExt', self.pointer, _filled(c_api.DispatchInputs, **inputs),
+        call('ncclEpDispatchExt', self.live(), _filled(c_api.DispatchInputs, **inputs),
              _filled(c_api.DispatchOutputs, **outputs), None, config, ext, stream)
 
     def combine(self, inputs, outputs, backward, bias, num_sms, send_only, stream):
@@ -116,26 +129,27 @@ class Handle:
         descriptors = [Descriptor(array) for array in bias]
         for i, descriptor in enumerate(descriptors):
             ext.bias[i] = descriptor.pointer
-        call('ncclEpCombineExt', self.pointer, _filled(c_api.CombineInputs, **inputs),
+        call('ncclEpCombineExt', self.live(), _filled(c_api.CombineInputs, **inputs),
              _filled(c_api.CombineOutputs, **outputs), config, ext, stream)
 
     def complete(self, stream):
         """The receiving part of what was sent only."""
-        call('ncclEpComplete', self.pointer, None, stream)
+        call('ncclEpComplete', self.live(), None, stream)
 
     def counts(self):
         """Waits on the host until the last update has run; exact counts of this rank, as lists."""
+        self.live()
         properties = self.group.properties()
         source = (ctypes.c_uint * properties.ranks)()
         expert = (ctypes.c_uint * properties.num_local_experts)()
         counts = c_api.HostCounts(per_source=source, per_expert=expert)
-        call('ncclEpGetHostCounts', self.pointer, counts)
+        call('ncclEpGetHostCounts', self.live(), counts)
         return Counts(list(source), list(expert), counts.total_padded)
 
     def device_counts(self):
         """Addresses of the counts in the handle's memory: by source, by expert unpadded, first slots."""
         counts = c_api.DeviceCounts()
-        call('ncclEpGetDeviceCounts', self.pointer, counts)
+        call('ncclEpGetDeviceCounts', self.live(), counts)
         return counts
 
     def metadata(self, received):
@@ -144,14 +158,14 @@ class Handle:
         slot = (ctypes.c_longlong * max(1, received * self.topk))()
         metadata = c_api.HandleMetadata(source_rank=rank, source_token=token, received_slot=slot,
                                         received_capacity=received)
-        call('ncclEpGetHandleMetadata', self.pointer, metadata)
+        call('ncclEpGetHandleMetadata', self.live(), metadata)
         return Metadata(rank, token, slot)
 
     def sent_slots(self):
         """Waits for the last update; for each of this rank's choices, its row at the owner's rank, or -1."""
         entries = self.tokens * self.topk
         slot = (ctypes.c_longlong * max(1, entries))()
-        call('ncclEpGetHandleMetadata', self.pointer, c_api.HandleMetadata(sent_slot=slot, sent_capacity=entries))
+        call('ncclEpGetHandleMetadata', self.live(), c_api.HandleMetadata(sent_slot=slot, sent_capacity=entries))
         return slot
 
     def destroy(self):

@@ -1,6 +1,8 @@
 """Events as DeepEP V2 has them: EventHandle marks a point of a stream, EventOverlap is what a call returns."""
 import threading
 
+from .core import Unique
+
 thread = threading.local()  # `rank`: the emulated rank whose calls this thread makes, if it makes one's
 
 
@@ -9,13 +11,18 @@ def mark():
     rank = getattr(thread, 'rank', None)
     if rank is not None:
         return rank.mark(rank.current)
-    import torch
+    try:
+        import torch
+    except ImportError:
+        torch = None
+    if torch is None or not (hasattr(torch.cuda, 'is_available') and torch.cuda.is_available()):
+        raise RuntimeError('there is no current stream: expected a thread that emu.run started for a rank, or PyTorch with a GPU')
     event = torch.cuda.Event()
     event.record()
     return event
 
 
-class EventHandle:
+class EventHandle(Unique):
     """A point of a stream: the given event, or one that is recorded on the current stream."""
 
     def __init__(self, event=None):
@@ -26,7 +33,7 @@ class EventHandle:
         self.event.wait()
 
 
-class EventOverlap:
+class EventOverlap(Unique):
     """The end of a dispatch or combine. `event` is None unless the call was asynchronous. Where its epilogue was deferred, the
     first wait, or complete(), runs it; before that `event` is None, too.
 
@@ -35,25 +42,31 @@ class EventOverlap:
         # here the current stream waits for it
     """
 
-    def __init__(self, event=None, extra_tensors=None, epilogue=None):
+    def __init__(self, event=None, extra_tensors=None, epilogue=None, forgotten=None):
         self.event = event
         self.extra_tensors = extra_tensors
         self.hook_after_wait = None
         self._release = False
         self._epilogue = epilogue  # runs it and returns its EventHandle
+        self._forgotten = forgotten  # called where that has not happened and cannot any more
+
+    def __del__(self):
+        # Not completed here: that is collective, and this may be in a garbage collection or on any thread.
+        if self._epilogue is not None and self._forgotten is not None:
+            self._forgotten()
 
     def complete(self):
         """Runs the deferred epilogue on the communication stream, if there is one and it has not run yet. Collective: in the order of
         all ranks' calls."""
-        epilogue, self._epilogue = self._epilogue, None
-        if epilogue is not None:
-            self.event = epilogue()
+        if self._epilogue is not None:
+            self.event = self._epilogue()
+            self._epilogue = None
 
     def current_stream_wait(self, release_handle=False):
         self.complete()
         if self.event is None:
             raise RuntimeError('there is no event to wait for: expected one of a call with async_with_compute_stream '
-                               '(else the current stream waits already)')
+                               '(else the current stream waits already) that was not released')
         self.event.current_stream_wait()
         hook, self.hook_after_wait = self.hook_after_wait, None
         if hook is not None:

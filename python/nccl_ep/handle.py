@@ -1,11 +1,13 @@
 """EPHandle: the routing of a batch, as dispatch returns it and as cached dispatches and combine take it."""
 
+from .core import Unique
+
 
 def align(value, alignment):
     return (value + alignment - 1) // alignment * alignment
 
 
-class Routing:
+class Routing(Unique):
     """A C handle, its memory, and the last event that concerns them. What is let go of is put on `retired`, where its
     buffer finds it: the C handle must live until the streams have passed its last use."""
 

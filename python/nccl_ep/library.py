@@ -16,7 +16,10 @@ class EpError(RuntimeError):
 
     def __init__(self, code, text):
         super().__init__('%s: %s' % (c_api.RESULTS.get(code, 'error %d' % code), text))
-        self.code = code
+        self.code, self._text = code, text
+
+    def __reduce__(self):
+        return type(self), (self.code, self._text)
 
 
 def candidates():
@@ -26,7 +29,7 @@ def candidates():
         return [named]
     package = os.path.dirname(os.path.abspath(__file__))
     top = os.path.dirname(os.path.dirname(package))  # of the source tree, where this is one
-    build = os.environ.get('EP_BUILD') or os.path.join(top, 'build')
+    build = os.path.join(top, os.environ.get('EP_BUILD') or 'build')
     paths = [os.path.join(package, FILE), os.path.join(package, 'lib', FILE), os.path.join(build, 'plugin', FILE)]
     return [p for p in paths if os.path.exists(p)] + [FILE + '.0', FILE]
 
@@ -48,13 +51,26 @@ def _open():
         except OSError as e:
             tried.append(str(e))
             continue
+        found = _release(path, lib)
+        if found[:2] != c_api.RELEASE[:2]:
+            raise ImportError('%s is release %d.%d.%d: expected %d.%d, as this package' % ((path,) + found + c_api.RELEASE[:2]))
         try:
             c_api.declare(lib)
         except AttributeError as e:
             raise ImportError('%s is older than this package: %s' % (path, e)) from None
         return lib
-    raise ImportError('%s was not found (set NCCL_EP_LIBRARY to its path, or build the source tree):\n  %s'
-                      % (FILE, '\n  '.join(tried)))
+    raise ImportError('%s was not found: build it first (./ep build in the source tree), then set NCCL_EP_LIBRARY to the path of '
+                      'build/plugin/%s, or LD_LIBRARY_PATH to its folder. Tried:\n  %s' % (FILE, FILE, '\n  '.join(tried)))
+
+
+def _release(path, lib):
+    """(major, minor, patch) of a library that has no prototypes yet."""
+    code = ctypes.c_int()
+    try:
+        lib.ncclEpGetVersion(ctypes.byref(code))
+    except AttributeError:
+        raise ImportError('%s is not %s: it has no ncclEpGetVersion' % (path, FILE)) from None
+    return code.value // 10000, code.value // 100 % 100, code.value % 100
 
 
 def call(name, *arguments):
@@ -65,13 +81,6 @@ def call(name, *arguments):
         raise EpError(code, lib.ncclEpGetLastErrorString().decode(errors='replace'))
 
 
-def has(name):
-    """Whether the library exports a function: extensions may be newer than the library that is installed."""
-    return hasattr(load(), name)
-
-
 def version():
     """The library's release, as (major, minor, patch)."""
-    code = ctypes.c_int()
-    call('ncclEpGetVersion', code)
-    return code.value // 10000, code.value // 100 % 100, code.value % 100
+    return _release(FILE, load())

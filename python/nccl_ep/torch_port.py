@@ -62,6 +62,9 @@ class Operation:
     def wait(self, event):
         self._comm.wait_event(event.event)
 
+    def routed(self):
+        """The host has waited for the routing: PyTorch's allocator needs no word of it."""
+
     def finish(self, tensors):
         self.end = torch.cuda.Event()
         self.end.record(self._comm)
@@ -74,12 +77,21 @@ class Operation:
         return self.end if self._asynchronous else None
 
 
+    def abandon(self, tensors):
+        """The end of a call that failed: the caller's stream waits in any case."""
+        self._asynchronous = False
+        self.finish(tensors)
+
+
 class Port:
     def __init__(self, group):
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.device = torch.device('cuda', torch.cuda.current_device())
         self.comm = communicator(group)
         self.comm_stream = torch.cuda.Stream(self.device, priority=-1)
+
+    def close(self):
+        """PyTorch's streams come from a pool."""
 
     def num_sms(self):
         return torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -107,9 +119,12 @@ class Port:
         if with_cpu_sync:
             torch.cuda.synchronize(self.device)
 
+    def owns(self, t):
+        return isinstance(t, torch.Tensor) and t.device == self.device
+
     @staticmethod
-    def owns(t):
-        return isinstance(t, torch.Tensor) and t.is_cuda
+    def address(t):
+        return t.data_ptr()
 
     @staticmethod
     def describe(t):

@@ -447,7 +447,7 @@ class Refusals(Case):
             refused(ValueError, 'x has 1 dimensions', combine, line, handle)
             refused(ValueError, r'bias\[0\] has 1 dimensions', combine, recv, handle, bias=line)
             refused(TypeError, 'handle is int: expected', combine, recv, 3)
-            refused(ValueError, 'recv_stats has 1 elements: expected 8', dispatch, x, handle=handle,
+            refused(ValueError, 'recv_stats.shape.0. is 1: expected 8', dispatch, x, handle=handle,
                     cumulative_local_expert_recv_stats=rank.empty((1,), 'int32'))
             for name in ('num_max_tokens_per_rank', 'hidden', 'num_topk', 'num_bytes', 'num_experts', 'num_cpu_bytes',
                          'num_allocated_qps', 'num_gpu_timeout_secs'):
@@ -456,11 +456,11 @@ class Refusals(Case):
             other = buffer_of(rank)
             refused(ValueError, 'handle is of another buffer', other.combine, recv, handle)
             other.destroy()
-            refused(EpError, 'num_experts is 4096: expected', dispatch, x, idx, weights, num_experts=4096)
-            refused(EpError, 'inputs.tokens.sizes', dispatch, rank.empty((3, HIDDEN), 'bfloat16'), handle=handle)
-            refused(EpError, 'topk_idx is float32', dispatch, x, weights, weights, num_experts=EXPERTS)
-            refused(EpError, 'topk_weights is int64', dispatch, x, idx, idx, num_experts=EXPERTS)
-            refused(EpError, 'wider than max_token_bytes|at most max_token_bytes', dispatch,
+            refused(ValueError, 'num_experts is 4096: expected', dispatch, x, idx, weights, num_experts=4096)
+            refused(ValueError, r'x.shape\[0\] is 3: expected \d, the tokens of the routing', dispatch, rank.empty((3, HIDDEN), 'bfloat16'), handle=handle)
+            refused(TypeError, 'topk_idx is float32: expected int64 or int32', dispatch, x, weights, weights, num_experts=EXPERTS)
+            refused(TypeError, 'topk_weights is int64: expected float32', dispatch, x, idx, idx, num_experts=EXPERTS)
+            refused(ValueError, 'at most max_token_bytes', dispatch,
                     rank.empty((len(b.x), 4 * HIDDEN), 'bfloat16'), handle=handle)
             refused(ValueError, 'do_zero_padding is set', dispatch, x, handle=handle, do_zero_padding=True)
             refused(ValueError, 'do_expand is True: expected False', dispatch, x, handle=handle, do_expand=True)
@@ -474,7 +474,7 @@ class Refusals(Case):
                     bias=(x, rank.empty(x.shape, 'float32')))
             refused(EpError, r'bias\[0\].sizes\[0\] is 1: expected', combine, recv, handle,
                     bias=rank.empty((1, HIDDEN), 'bfloat16'))
-            refused(EpError, 'inputs.tokens is int32', combine, rank.empty(recv.shape, 'int32'), handle)
+            refused(TypeError, 'x is int32: expected bfloat16 or', combine, rank.empty(recv.shape, 'int32'), handle)
             refused(RuntimeError, 'no event to wait for', event.current_stream_wait)
             refused(RuntimeError, 'explicitly_destroy', ElasticBuffer.destroy,
                     ElasticBuffer(rank, num_max_tokens_per_rank=ROOM, hidden=HIDDEN))

@@ -47,6 +47,19 @@ class Declarations(unittest.TestCase):
         self.assertNotEqual(done.returncode, 0)
         self.assertRegex(done.stderr, r'ImportError: libnccl_ep.so was not found[\s\S]*/nowhere/libnccl_ep.so')
 
+    def test_wrong_library(self):
+        """Another library, and another release of this one."""
+        with tempfile.TemporaryDirectory() as folder:
+            source, other = os.path.join(folder, 'other.c'), os.path.join(folder, 'other.so')
+            for text, expected in (('int other;', 'is not libnccl_ep.so: it has no ncclEpGetVersion'),
+                                   ('int ncclEpGetVersion(int *v) { *v = 990000; return 0; }', r'is release 99\.0\.0: expected 0\.1')):
+                with open(source, 'w') as f:
+                    f.write(text)
+                subprocess.run(shlex.split(os.environ.get('CC', 'cc')) + ['-shared', '-fPIC', '-o', other, source], check=True)
+                done = subprocess.run([sys.executable, '-c', 'import nccl_ep; nccl_ep.version()'], stderr=subprocess.PIPE,
+                                      text=True, env=dict(os.environ, NCCL_EP_LIBRARY=other))
+                self.assertRegex(done.stderr, 'ImportError: .*' + expected)
+
     def test_errors(self):
         with self.assertRaisesRegex(library.EpError, 'ncclInvalidArgument: ncclEpGetVersion: version is NULL') as caught:
             library.call('ncclEpGetVersion', None)
