@@ -466,8 +466,7 @@ class ElasticBuffer(core.Unique):
                                  % (tokens, num_max_tokens_per_rank))
             num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk)
             group = self._groups.get(self._key(num_experts, num_max_tokens_per_rank, topk))
-        self._room(group, checks.rows(port, self._itemsize, x, scales, topk_weights, tokens, topk,
-                                      use_tma_aligned_col_major_sf))
+        self._room(group, checks.rows(port, self._itemsize, x, scales, topk_weights, tokens, topk))
         if stats is not None:
             self._check('cumulative_local_expert_recv_stats', stats, 'local experts')
             checks.dtype(port, 'cumulative_local_expert_recv_stats', stats, 'int32')

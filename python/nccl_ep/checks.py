@@ -92,7 +92,7 @@ def routing(port, topk_idx, num_topk):
         raise ValueError('topk_idx.shape[1] is %d: expected a top-k of 1 to %d' % (topk_idx.shape[1], most))
 
 
-def rows(port, itemsize, x, scales, weights, tokens, topk, columns):
+def rows(port, itemsize, x, scales, weights, tokens, topk):
     """What travels along a routing of `tokens` tokens: x, its scales, the weights. Returns the bytes of a row with scales."""
     extent('x', x, 0, tokens, 'the tokens of the routing')
     size = row(port, 'x', x, itemsize(x))
@@ -102,8 +102,6 @@ def rows(port, itemsize, x, scales, weights, tokens, topk, columns):
         extent('topk_weights', weights, 0, tokens, 'the tokens of the routing')
         extent('topk_weights', weights, 1, topk, 'the top-k of the routing')
     if scales is None:
-        if columns:
-            raise ValueError('use_tma_aligned_col_major_sf is set: expected x to be (tokens, scales)')
         return size
     dtype(port, 'scales', scales, *SCALE_TYPES)
     extent('scales', scales, 0, tokens, 'the tokens of the routing')

@@ -58,6 +58,11 @@ class EPHandle:
         self._read = {}
 
     @property
+    def is_exact(self):
+        """Whether the numbers of rows are no upper bounds."""
+        return self._exact
+
+    @property
     def _rows(self):
         """Rows of dispatch's outputs and combine's inputs."""
         return self.num_expanded_tokens if self.do_expand else self.num_recv_tokens

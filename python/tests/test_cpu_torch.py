@@ -69,6 +69,31 @@ class Gradients(unittest.TestCase):
     def test_expanded(self):
         self.check(True)
 
+    def test_bias_and_no_weights(self):
+        """Biases have the sums' gradients; a dispatch without weights has none for them."""
+        def body(rank):
+            torch.manual_seed(rank.rank())
+            buffer = ElasticBuffer(rank, num_max_tokens_per_rank=8, hidden=self.HIDDEN, explicitly_destroy=True)
+            x, first, second, grad = (torch.randn(4, self.HIDDEN).bfloat16() for _ in range(4))
+            idx = torch.tensor([[0, 5, -1]] * 4)
+            x.requires_grad_()
+            first.requires_grad_()
+            rows, _, weights, handle, _ = moe_dispatch(buffer, x, idx, None, self.EXPERTS)
+            self.assertIsNone(weights)
+            y, _ = moe_combine(buffer, rows, handle, bias=(first, second))
+            y.backward(grad)
+            self.assertTrue(torch.equal(first.grad, grad) and second.grad is None)
+            self.assertTrue(torch.equal(x.grad, 2 * grad))  # once from each of two ranks
+            *_, bounded, _ = buffer.dispatch(x.detach(), idx, None, num_experts=self.EXPERTS, do_cpu_sync=False)
+            with self.assertRaisesRegex(ValueError, 'handle is of a dispatch with do_cpu_sync=False'):
+                moe_combine(buffer, rows, bounded)
+            with self.assertRaisesRegex(ValueError, 'topk_weights is given'):
+                moe_combine(buffer, rows, handle, topk_weights=rows)
+            with self.assertRaisesRegex(ValueError, 'do_cpu_sync is False'):
+                moe_dispatch(buffer, x, idx, None, self.EXPERTS, do_cpu_sync=False)
+            buffer.destroy()
+        cpu_torch.run(body)
+
 
 class Example(unittest.TestCase):
     def test_layer(self):

@@ -1,7 +1,9 @@
 """What is left behind by calls that are refused, fail or are forgotten: nothing. And values that would change their meaning."""
 import copy
 import gc
+import os
 import pickle
+import re
 import threading
 import unittest
 import warnings
@@ -250,6 +252,14 @@ class Values(unittest.TestCase):
             with self.assertRaisesRegex(TypeError, 'without dimensions'):
                 len(rank.tensor(np.float32(3)))
         emu.run(body, 1)
+
+    def test_documentation(self):
+        """The example in docs/python.md gives what it says."""
+        with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..', 'docs', 'python.md')) as f:
+            example, = (code for code in re.findall(r'```python\n(.*?)```', f.read(), re.S) if 'emu.run' in code)
+        printed = []
+        exec(example, dict(print=printed.append))
+        np.testing.assert_array_equal(printed[0], np.full((2, 64), 3.0))
 
 
 if __name__ == '__main__':
