@@ -122,7 +122,7 @@ class ElasticBuffer(core.Unique):
         self._routings = weakref.WeakSet()
         self._retired = []
         self._forgotten = []  # (name, receiving part) of deferred calls whose events nobody has any more
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
         self._captured = []  # routings that graphs use, which may be replayed for as long as the buffer is there
         if num_bytes is None:
             num_bytes = self.get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch,
@@ -262,12 +262,12 @@ class ElasticBuffer(core.Unique):
     def __del__(self):
         if getattr(self, 'runtime', None) is None or self.explicitly_destroy:
             return
-        if self._groups and (getattr(_collecting, 'now', False) or threading.get_ident() != self._thread or sys.is_finalizing()):
+        if not (sys.is_finalizing() or getattr(_collecting, 'now', False) or threading.current_thread() is not self._thread):
+            self._destroy()
+        elif self._groups:
             warnings.warn('an ElasticBuffer was not destroyed and its memory stays with the process: destroying is collective, and no '
                           'garbage collection, other thread or end of the interpreter comes at the same place on all ranks; use '
-                          'explicitly_destroy=True and destroy()', ResourceWarning, source=self)
-            return
-        self._destroy()
+                          'explicitly_destroy=True and destroy()', ResourceWarning)
 
     # ---- Arguments --------------------------------------------------------------------------------------------------
 

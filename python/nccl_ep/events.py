@@ -43,16 +43,18 @@ class EventOverlap(Unique):
     """
 
     def __init__(self, event=None, extra_tensors=None, epilogue=None, forgotten=None):
+        if event is not None and not isinstance(event, EventHandle):
+            raise TypeError('event is %s: expected an EventHandle' % type(event).__name__)
         self.event = event
         self.extra_tensors = extra_tensors
         self.hook_after_wait = None
         self._release = False
+        self._forgotten = forgotten  # called where the epilogue has not run and cannot any more
         self._epilogue = epilogue  # runs it and returns its EventHandle
-        self._forgotten = forgotten  # called where that has not happened and cannot any more
 
     def __del__(self):
         # Not completed here: that is collective, and this may be in a garbage collection or on any thread.
-        if self._epilogue is not None and self._forgotten is not None:
+        if getattr(self, '_epilogue', None) is not None and self._forgotten is not None:
             self._forgotten()
 
     def complete(self):

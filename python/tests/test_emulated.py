@@ -457,7 +457,8 @@ class Refusals(Case):
             refused(ValueError, 'handle is of another buffer', other.combine, recv, handle)
             other.destroy()
             refused(ValueError, 'num_experts is 4096: expected', dispatch, x, idx, weights, num_experts=4096)
-            refused(ValueError, r'x.shape\[0\] is 3: expected \d, the tokens of the routing', dispatch, rank.empty((3, HIDDEN), 'bfloat16'), handle=handle)
+            refused(ValueError, r'x.shape\[0\] is 3: expected \d, the tokens of the routing', dispatch,
+                    rank.empty((3, HIDDEN), 'bfloat16'), handle=handle)
             refused(TypeError, 'topk_idx is float32: expected int64 or int32', dispatch, x, weights, weights, num_experts=EXPERTS)
             refused(TypeError, 'topk_weights is int64: expected float32', dispatch, x, idx, idx, num_experts=EXPERTS)
             refused(ValueError, 'at most max_token_bytes', dispatch,

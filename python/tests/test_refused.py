@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import re
+import sys
 import threading
 import unittest
 import warnings
@@ -149,6 +150,17 @@ class LeftBehind(unittest.TestCase):
             kept.clear()  # on a thread that is none of the ranks'
             gc.collect()
         self.assertEqual(sum('an ElasticBuffer was not destroyed' in str(w.message) for w in seen), 4)
+
+    def test_outlives(self):
+        """What is let go of after the ranks have ended is quiet."""
+        def body(rank):
+            kept.append((ElasticBuffer(rank, num_max_tokens_per_rank=ROOM, hidden=HIDDEN), rank.mark(None), rank.empty((2,), 'int32')))
+        kept = []
+        emu.run(body, 2)
+        with mock.patch.object(sys, 'unraisablehook') as raised:
+            kept.clear()
+            gc.collect()
+        raised.assert_not_called()
 
     def test_memory(self):
         """Without a synchronize() what is over is let go of, handles too."""
