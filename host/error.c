@@ -8,8 +8,9 @@
 #include "runtime.h"
 
 enum { EP_SEEN_INDEX = 1, EP_SEEN_OVERFLOW = 2, EP_SEEN_MASK = 4 };
-/* Why the group is lost: EP_ERR_* of a kernel, or that rows overflowed where overflow_policy says that it must not be. */
-enum { EP_LOST_OVERFLOW = 100 };
+/* Why the group is lost: EP_ERR_* of a kernel, that rows overflowed where overflow_policy says that it must not be, or that the
+ * memory of a staged operation was not made on all ranks. */
+enum { EP_LOST_OVERFLOW = 100, EP_LOST_SLOT };
 
 static uint32_t epShared(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
@@ -53,6 +54,10 @@ static void epLostText(const struct ncclEpGroup *g, const epErrorRecord *e, char
     snprintf(text, bytes,
              "rank %d: a routing needs %u rows, more than %s, and overflow_policy is NCCL_EP_OVERFLOW_TRAP",
              g->topology.rank, e->overflowNeeded, g->budget ? "max_recv_tokens_per_rank" : "the outputs had");
+    return;
+  }
+  if (e->code == EP_LOST_SLOT) {
+    snprintf(text, bytes, "rank %d: the memory of a staged operation was not made on all ranks", g->topology.rank);
     return;
   }
   if (e->code == EP_ERR_MASKED_BY) {
@@ -147,6 +152,15 @@ static void epGroupLook(struct ncclEpGroup *g) {
 /* Kernels have reported something since the report was last cleared. */
 static int epReported(const epErrorRecord *e) {
   return epShared(&e->code) || epShared(&e->badIndexCode) || epShared(&e->overflowNeeded);
+}
+
+void epGroupLoseSlot(struct ncclEpGroup *g) {
+  pthread_mutex_lock(&g->lock);
+  if (!g->lost) {
+    g->lostBy = (epErrorRecord){.code = EP_LOST_SLOT};
+    __atomic_store_n(&g->lost, 1, __ATOMIC_RELEASE);
+  }
+  pthread_mutex_unlock(&g->lock);
 }
 
 ncclResult_t epGroupUsable(const char *call, struct ncclEpGroup *g) {

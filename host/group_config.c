@@ -29,7 +29,8 @@ static ncclResult_t epGroupConfigSupported(const ncclEpGroupConfig_t *c, const e
 
 static ncclResult_t epGroupConfigValues(const ncclEpGroupConfig_t *c) {
   if (c->version < 1)
-    return epFail(ncclInvalidArgument, "%s: version is %u: expected NCCL_EP_API_VERSION", call, c->version);
+    return epFail(ncclInvalidArgument, "%s: version is %u: expected NCCL_EP_API_VERSION, %d", call, c->version,
+                  NCCL_EP_API_VERSION);
   if (c->algorithm != NCCL_EP_ALGO_LOW_LATENCY && c->algorithm != NCCL_EP_ALGO_HIGH_THROUGHPUT)
     return epFail(ncclInvalidArgument, "%s: algorithm is %d: expected an ncclEpAlgorithm_t", call, (int)c->algorithm);
   if ((unsigned)c->zero_copy > NCCL_EP_ZERO_COPY_ON)

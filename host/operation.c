@@ -71,6 +71,20 @@ static ncclResult_t partGet(const char *call, struct ncclEpGroup *g, const epOpe
   return epKernelGet(call, g, op->kernelId, &config, stream, kernel);
 }
 
+/* Only waiting for an event or recording it tells that it is none, and by then work is queued: it goes on to its end, so that this rank
+ * stays in step with the others, and the caller is told. */
+static ncclResult_t notAnEvent(const char *call, const char *name, cudaEvent_t event, ncclResult_t r,
+                               const char *what) {
+  return r == ncclSuccess
+             ? r
+             : epFail(r, "%s: %s is %p: expected an event of this device (%s)", call, name, (void *)event, what);
+}
+
+static ncclResult_t ends(const char *call, struct ncclEpGroup *g, const epIssue *how) {
+  return notAnEvent(call, "done_event", how->done, epStreamsEnd(g, how),
+                    "the operation is under way all the same: do not repeat it");
+}
+
 /* Everything is compiled before the first thing is queued. */
 static ncclResult_t runWhole(const char *call, struct ncclEpHandle *h, const epOperation *op, epIssue *how,
                              cudaStream_t stream) {
@@ -80,7 +94,7 @@ static ncclResult_t runWhole(const char *call, struct ncclEpHandle *h, const epO
   if (r == ncclSuccess) r = epStreamsBegin(g, how, stream);
   if (r == ncclSuccess && op->route) r = epUpdatePending(call, h, how->work);
   if (r == ncclSuccess) r = launchOn(g, 0, op->kernelId, kernel, &op->grid, op->args, how->work);
-  return r == ncclSuccess ? epStreamsEnd(g, how) : r;
+  return r == ncclSuccess ? ends(call, g, how) : r;
 }
 
 static ncclResult_t partsGet(const char *call, struct ncclEpGroup *g, const epOperation *op, cudaStream_t stream,
@@ -106,11 +120,16 @@ static ncclResult_t runParts(const char *call, struct ncclEpHandle *h, const epO
   struct ncclEpGroup *g = h->group;
   epGrid grid = gridOf(g, op, EP_PART_RECEIVE);
   epKernel *send, *receive;
-  ncclResult_t r = partsGet(call, g, op, stream, &send, &receive);
+  ncclResult_t r = partsGet(call, g, op, stream, &send, &receive), wait, end;
   if (r == ncclSuccess) r = sendPart(call, h, 0, op, send, how, stream);
-  if (r == ncclSuccess) r = g->be->ops->streamWait(g->be, how->work, how->epilogue);
-  if (r == ncclSuccess) r = launchOn(g, 0, op->kernelId, receive, &grid, op->args, how->work);
-  return r == ncclSuccess ? epStreamsEnd(g, how) : r;
+  if (r != ncclSuccess) return r;
+  wait = g->be->ops->streamWait(g->be, how->work, how->epilogue);
+  r = launchOn(g, 0, op->kernelId, receive, &grid, op->args, how->work);
+  if (r != ncclSuccess) return r;
+  end = ends(call, g, how);
+  wait = notAnEvent(call, "ext_config.epilogue_event", how->epilogue, wait,
+                    "the operation is under way and does not wait for it: do not repeat it");
+  return wait == ncclSuccess ? end : wait;
 }
 
 static ncclResult_t runStaged(const char *call, struct ncclEpHandle *h, const epOperation *op, epIssue *how,
@@ -125,7 +144,6 @@ static ncclResult_t runStaged(const char *call, struct ncclEpHandle *h, const ep
   if (r == ncclSuccess) r = epSlotTake(call, g, stream, &s->slot);
   if (r != ncclSuccess) return r;
   r = sendPart(call, h, s->slot, op, send, how, stream);
-  if (r == ncclSuccess) r = epStreamsEnd(g, how);
   if (r != ncclSuccess) {
     epSlotGive(g, s->slot);
     return r;
@@ -135,7 +153,7 @@ static ncclResult_t runStaged(const char *call, struct ncclEpHandle *h, const ep
   s->grid = gridOf(g, op, EP_PART_RECEIVE);
   memcpy(&s->args, op->args, places[op->kernelId].bytes);
   s->on = 1;
-  return ncclSuccess;
+  return ends(call, g, how);
 }
 
 ncclResult_t epStagedNone(const char *call, const struct ncclEpHandle *h) {
@@ -182,7 +200,7 @@ ncclResult_t epOperationComplete(const char *call, struct ncclEpHandle *h, epIss
     epSlotGive(g, s->slot);
     if (s->kernelId == EP_KERNEL_LL_DISPATCH) h->dispatched = 1;
   }
-  return epStreamsEnd(g, how);
+  return ends(call, g, how);
 }
 
 void epWishParts(epWishes *wishes) {

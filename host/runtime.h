@@ -189,6 +189,8 @@ ncclResult_t epLaunchKernel(struct ncclEpGroup *group, const epHybridGroup *hybr
 ncclResult_t epRefuseCapture(const char *call, struct ncclEpGroup *group, cudaStream_t stream, const char *why);
 
 /* ---- error.c */
+/* The ranks have not made the memory of a staged operation together: their operations are out of step. */
+void epGroupLoseSlot(struct ncclEpGroup *group);
 /* Refuses when the group is lost, with the line that says who waited for whom. */
 ncclResult_t epGroupUsable(const char *call, struct ncclEpGroup *group);
 int epGroupAsyncError(struct ncclEpGroup *group);

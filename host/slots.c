@@ -39,8 +39,10 @@ static ncclResult_t slotReady(const char *call, struct ncclEpGroup *g, unsigned 
                       "ncclEpPrepare with in_flight)");
   if (r != ncclSuccess) return r;
   r = slotOpen(g, slot);
-  if (r != ncclSuccess) slotRelease(g, s);
-  return r;
+  if (r == ncclSuccess) return r;
+  slotRelease(g, s);
+  epGroupLoseSlot(g);
+  return epFail(r, "%s: a staged operation's memory, which all ranks make together: %s", call, epLastError());
 }
 
 ncclResult_t epSlotsOpen(const char *call, struct ncclEpGroup *g, unsigned count, cudaStream_t stream) {

@@ -23,6 +23,9 @@
  *              orders. A wait for a rank that does not call ends: on the device after the group's timeout_ns, which
  *              ncclEpGetAsyncError then reports; on the host (making and destroying groups) after NCCL_EP_TIMEOUT_MS,
  *              100 s where it is unset (30 s on the emulated fabric), with ncclSystemError or ncclInvalidUsage.
+ *              A call that one rank alone refuses has not been made there: make it, corrected, on that rank before any
+ *              other of the group. Ranks that are an operation apart (one dispatches while another combines, or two
+ *              handles in another order) are not always told: rows of the wrong operation may be taken.
  *   Equal      What ranks must agree on is not all checked. In one collective call all ranks give
  *                update    a handle of the same layout and top-k; topk_idx's type and T may differ, and so may the
  *                          alignment, which each rank uses for its own output
@@ -426,9 +429,9 @@ typedef struct ncclEpHandle *ncclEpHandle_t;
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  ncclEpTensor_t *expert_counters;         /* [L] flat, rank-major: rows that chose each local expert;
+  ncclEpTensor_t *expert_counters;         /* [L] flat, rank-major: choices (token, k) of each local expert;
                                               expert-major: slots (padded, in high throughput) */
-  ncclEpTensor_t *src_rank_counters;       /* [R] low latency: rows from each rank */
+  ncclEpTensor_t *src_rank_counters;       /* [R] low latency: tokens from each rank */
   ncclEpTensor_t *expert_offsets;          /* [L] high throughput, expert-major: first slot of each local expert */
   ncclEpTensor_t *recv_total_counter;      /* [1] flat, rank-major: received rows; expert-major: slots in all */
   ncclEpExpertIdKind_t recv_topk_idx_kind; /* (version 2) numbering of dispatch's topk_idx output */
@@ -716,7 +719,7 @@ ncclResult_t ncclEpHandleDestroy(ncclEpHandle_t handle);
  *
  * NCCL_EP_DISP_QUANT_DS_FP8E3M4 (low latency) makes the scales: inputs.tokens are BF16, H a multiple of 128, inputs.scales
  * is NULL, outputs.tokens are E4M3 and outputs.scales FP32 [..., H / 128]. Of a block of 128 elements, amax (at least
- * 1e-4) gives the scale amax / 448, and an element x becomes x * (448 / amax), rounded to nearest even. With
+ * 1e-4) gives the scale amax * (1 / 448) in FP32, and an element x becomes x * (448 / amax), rounded to nearest even. With
  * config.round_scales the scale is the power of two that is not below it, and x is multiplied by its inverse.
  *
  * In low latency (forward pass) the outputs have fixed places and are 3-D:
