@@ -278,12 +278,13 @@ class ElasticBuffer(core.Unique):
     def _check(self, name, t, *extents):
         checks.tensor(self._port, name, t, *extents)
 
-    @staticmethod
-    def _event(**events):
+    def _event(self, **events):
         for name, event in events.items():
             if event is not None and not (isinstance(event, EventHandle) and event.event is not None):
                 raise TypeError('%s is %s: expected an EventHandle (capture(), or the .event of a call)'
                                 % (name, type(event).__name__))
+            if event is not None and not self._port.owns_event(event.event):
+                raise ValueError('%s is of another rank: expected one of this rank\'s streams' % name)
 
     @contextlib.contextmanager
     def _ordered(self, op, routings, *tensors):
@@ -372,9 +373,11 @@ class ElasticBuffer(core.Unique):
         def epilogue():
             if self.runtime is None:
                 raise RuntimeError('the buffer is destroyed, and this %s was not completed before: its outputs are undefined' % name)
-            if before_epilogue is not None:
-                op.wait(before_epilogue)
-            handle._routing.handle.complete(op.stream)
+            try:
+                if before_epilogue is not None:
+                    op.wait(before_epilogue)
+            finally:  # what was sent must be received, for this rank's room in the window and for the others
+                handle._routing.handle.complete(op.stream)
             return finish()
         if defer_epilogue:
             def forgotten():

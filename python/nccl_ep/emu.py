@@ -367,6 +367,9 @@ class Port:
     def owns(self, t):
         return isinstance(t, Tensor) and t.rank is self.group
 
+    def owns_event(self, event):
+        return isinstance(event, Event) and event.rank is self.group
+
     @staticmethod
     def address(t):
         return t.address

@@ -123,6 +123,11 @@ class Port:
         return isinstance(t, torch.Tensor) and t.device == self.device
 
     @staticmethod
+    def owns_event(event):
+        """PyTorch's may be of any device."""
+        return True
+
+    @staticmethod
     def address(t):
         return t.data_ptr()
 

@@ -132,6 +132,30 @@ class LeftBehind(unittest.TestCase):
             emu.run(body, 2)
         self.assertEqual(sum('the event of a deferred dispatch was let go of' in str(w.message) for w in seen), 8)
 
+    def test_event_of_another_rank(self):
+        """Refused before the send, which would hold room in the window; a wait that fails later receives all the same."""
+        meet, marks = threading.Barrier(2), [None, None]
+
+        def failing(stream):
+            raise EpError(4, 'refused')
+
+        def body(rank):
+            buffer = buffer_of(rank)
+            x, idx, weights, _ = batch(rank)
+            marks[rank.rank()] = EventHandle()
+            meet.wait()
+            with self.assertRaisesRegex(ValueError, 'previous_event_before_epilogue is of another rank'):
+                buffer.dispatch(x, idx, weights, num_experts=EXPERTS, previous_event_before_epilogue=marks[1 - rank.rank()])
+            for _ in range(3):
+                bad = EventHandle()
+                bad.event.wait = failing
+                with self.assertRaisesRegex(EpError, 'refused'):
+                    buffer.dispatch(x, idx, weights, num_experts=EXPERTS, previous_event_before_epilogue=bad)
+            buffer.dispatch(x, idx, weights, **DEFERRED)[-1].complete()
+            buffer.destroy()
+            meet.wait()
+        emu.run(body, 2)
+
     def test_collected_buffer(self):
         """Garbage collections are no place for collective calls."""
         def body(rank):
