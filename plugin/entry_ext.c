@@ -68,7 +68,7 @@ ncclResult_t ncclEpUpdateHandleExt(ncclEpHandle_t handle, const ncclEpTensor_t *
   static const char call[] = "ncclEpUpdateHandleExt";
   ncclEpLayoutInfo_t info;
   ncclEpUpdateExtConfig_t c;
-  int options = 0;
+  int options;
   ncclResult_t r =
       epTakeOptional(call, "layout_info", layout_info, NCCL_EP_LAYOUT_INFO_V1_SIZE, 4, &info, (unsigned)sizeof info);
   if (r == ncclSuccess)
@@ -79,8 +79,9 @@ ncclResult_t ncclEpUpdateHandleExt(ncclEpHandle_t handle, const ncclEpTensor_t *
   if (r == ncclSuccess && c.cumulative_counters != 0 && c.cumulative_counters != 1)
     r = epFail(ncclInvalidArgument, "%s: config.cumulative_counters is %d: expected 0 or 1", call,
                c.cumulative_counters);
+  if (r != ncclSuccess) return r;
   options = (c.borrow_topk_idx ? EP_UPDATE_BORROW : 0) | (c.cumulative_counters ? EP_UPDATE_ADD : 0);
-  return r == ncclSuccess ? epUpdate(call, handle, topk_idx, &info, options, stream) : r;
+  return epUpdate(call, handle, topk_idx, &info, options, stream);
 }
 
 ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,

@@ -279,7 +279,7 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->bias = (int)epOptionNumber(text, 0, 2, "bias", state);
     break;
   case OPT_STAGED:
-    if (text && strcmp(text, "own-stream")) argp_error(state, "--staged=%s: expected own-stream or nothing", text);
+    if (text && strcmp(text, "own-stream") != 0) argp_error(state, "--staged=%s: expected own-stream or nothing", text);
     o->staged = text ? 2 : 1;
     break;
   case OPT_TOKENS:

@@ -236,7 +236,7 @@ static int readFile(const char *path, epRouteSpec *spec) {
   spec->filePath = path;
   while (getline(&line, &lineSize, file) >= 0) {
     uint32_t count = 0;
-    char *at = line;
+    char *at;
     number++;
     line[strcspn(line, "#\n")] = 0;
     if (spec->fileRows * spec->topk + spec->topk > capacity) {
