@@ -688,20 +688,26 @@ template <class C> DEV void ep_ll_take_rank_major(const C c, const epLlDispatchA
   }
 }
 
-/* Whole block: slots need the counts, which are on their way with the first rows. */
-template <class C>
-DEV void ep_ll_take_expert_major(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t index, uint32_t warps) {
-  epLlItem x;
+/* Rows of the busiest source. */
+template <class C> DEV uint32_t ep_ll_most_rows(const C c) {
   uint32_t most = 0;
-  if (ep_ll_item(c, a, op, index, a.group.maxTokens, x))
-    ep_ll_item_look(c, a, op, x);
-  if (!ep_ll_gather(c, a, op))
-    return;
 #pragma unroll 1
   for (uint32_t s = 0; s < c.ranks; s++) {
     uint32_t n = ep_ll_rows(c, s);
     most = n > most ? n : most;
   }
+  return most;
+}
+
+/* Whole block: slots need the counts, which are on their way with the first rows. */
+template <class C>
+DEV void ep_ll_take_expert_major(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t index, uint32_t warps) {
+  epLlItem x;
+  if (ep_ll_item(c, a, op, index, a.group.maxTokens, x))
+    ep_ll_item_look(c, a, op, x);
+  if (!ep_ll_gather(c, a, op))
+    return;
+  uint32_t most = ep_ll_most_rows(c);
 #pragma unroll 1
   for (uint64_t i = index; ep_ll_item(c, a, op, i, most, x); i += warps) {
     if (x.r.j >= ep_ll_rows(c, x.r.s))
@@ -717,18 +723,13 @@ DEV void ep_ll_take_expert_major(const C c, const epLlDispatchArgs &a, const epL
 template <class C>
 DEV void ep_ll_take_living(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t index, uint32_t warps) {
   epLlItem x;
-  uint32_t most = 0;
   bool ok = true;
   if (p::tid() == 0)
     ok = ep_await_flag(c, a.group, &ep_mask_slot(c, a.group)->verdict, op.gen, EP_PHASE_GRID, a.group.rank);
   if (!ep_block_agrees(ok))
     return;
   ep_ll_counts_told(c, a);
-#pragma unroll 1
-  for (uint32_t s = 0; s < c.ranks; s++) {
-    uint32_t n = ep_ll_rows(c, s);
-    most = n > most ? n : most;
-  }
+  uint32_t most = ep_ll_most_rows(c);
 #pragma unroll 1
   for (uint64_t i = index; ep_ll_item(c, a, op, i, most, x); i += warps) {
     if (x.r.j >= ep_ll_rows(c, x.r.s))

@@ -45,6 +45,20 @@ static int64_t pick(const plan *p, uint32_t n, uint32_t rank, uint32_t t, uint32
   return h >> 28 == 0 ? -1 : (int64_t)((h >> 8) % p->experts);
 }
 
+/* What round n must give. */
+static void makeReference(plan *p, uint32_t n) {
+  epRefRouting in = {p->ranks,
+                     p->experts,
+                     p->topk,
+                     p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? EP_REF_RANK_MAJOR : EP_REF_EXPERT_MAJOR_3D,
+                     0,
+                     0,
+                     p->tokens[n],
+                     (const int64_t *const *)p->idx[n],
+                     p->maxTokens};
+  assert_int_equal(epRefCreate(&in, &p->ref[n]), 0);
+}
+
 static void planMake(plan *p) {
   for (uint32_t n = 0; n < p->rounds; n++) {
     for (uint32_t r = 0; r < p->ranks; r++) {
@@ -53,16 +67,7 @@ static void planMake(plan *p) {
       assert_non_null(p->idx[n][r]);
       for (uint32_t i = 0; i < T * p->topk; i++) p->idx[n][r][i] = pick(p, n, r, i / p->topk, i % p->topk);
     }
-    epRefRouting in = {p->ranks,
-                       p->experts,
-                       p->topk,
-                       p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? EP_REF_RANK_MAJOR : EP_REF_EXPERT_MAJOR_3D,
-                       0,
-                       0,
-                       p->tokens[n],
-                       (const int64_t *const *)p->idx[n],
-                       p->maxTokens};
-    assert_int_equal(epRefCreate(&in, &p->ref[n]), 0);
+    makeReference(p, n);
   }
 }
 
@@ -834,17 +839,8 @@ static void withoutMake(plan *p) {
       for (uint32_t i = 0; i < p->tokens[n][r] * p->topk; i++)
         if (p->idx[n][r][i] / (p->experts / p->ranks) == GONE) p->idx[n][r][i] = -1;
     p->tokens[n][GONE] = 0;
-    epRefRouting in = {p->ranks,
-                       p->experts,
-                       p->topk,
-                       p->layout == NCCL_EP_LAYOUT_RANK_MAJOR ? EP_REF_RANK_MAJOR : EP_REF_EXPERT_MAJOR_3D,
-                       0,
-                       0,
-                       p->tokens[n],
-                       (const int64_t *const *)p->idx[n],
-                       p->maxTokens};
     epRefDestroy(p->ref[n]);
-    assert_int_equal(epRefCreate(&in, &p->ref[n]), 0);
+    makeReference(p, n);
   }
 }
 
