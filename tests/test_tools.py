@@ -141,6 +141,10 @@ if 'NVRTC not found' not in subprocess.run(ll, stdout=subprocess.PIPE, stderr=su
     ht = ll[:-3] + ['expert-major'] + ll[-2:]
     run([0], ['3 kernels: 3 compiled'], *ht)
     run([0], ['3 kernels: 1 compiled, 2 found'], *ht, '--single-reduction')
+    # Into window-backed outputs (where there are bulk copies) the dispatch is another kernel.
+    flat = ['90' if word == '80' else 'flat' if word == 'expert-major' else word for word in ht]
+    run([0], ['3 kernels: 3 compiled'], *flat)
+    run([0], ['3 kernels: 1 compiled, 2 found'], *flat, '--window-out')
 run([1], ['ep_precompile: ', '6 bytes', 'multiple of 4'], *ll, '--scale-bytes', '6', env={'NCCL_EP_DEBUG': 'NONE'})
 
 # Its errors do not depend on the library's log.

@@ -288,6 +288,7 @@ static int addAll(const precompile *p) {
     memset(&g, 0, sizeof(g)); /* only what kernels are chosen by */
     if (epCudaTarget((int)p->archs.values[a], &g.topology) != ncclSuccess) return 0;
     g.sms = epPolicySms(&g.topology, 0);
+    if (p->windowOut) g.config.zero_copy = NCCL_EP_ZERO_COPY_ON; /* AUTO asks how many SMs a caller will allow */
     for (int r = 0; r < p->ranks.count; r++) {
       for (int e = 0; e < p->experts.count; e++) {
         for (int k = 0; k < p->topks.count; k++) {
