@@ -18,7 +18,7 @@
   X(WAIT_UNSCHEDULED, "wait-unscheduled")     /* a sender waits for an epilogue block of its own kernel */             \
   X(GIN_SIGNAL_FIRST, "gin-signal-first")     /* a tail is told before its rows are put */                             \
   X(GIN_WEAK, "gin-weak")                     /* a tail is a weak signal, which waits for no puts */                   \
-  X(GIN_WRONG_TAIL, "gin-wrong-tail")         /* a tail says one chunk too many */                                     \
+  X(GIN_WRONG_TAIL, "gin-wrong-tail")         /* a tail says one batch too many */                                     \
   X(NO_FORWARD_FENCE, "no-forward-fence")     /* a forwarder tells its domain of rows without releasing them */        \
   X(GIN_SLOT_EARLY, "gin-slot-early")         /* rows put one generation before the rail's credit */                   \
   X(GIN_NO_FLUSH, "gin-no-flush")             /* an operation ends before the network has read what it put from */

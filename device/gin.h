@@ -6,6 +6,8 @@
  *                                                    What this thread did or knows before it is what it reads
  *   gin_signal(gin, context, domain, signal, add)    strong: adds to the peer's 64-bit signal once all puts before it on
  *                                                    this context to this peer have settled
+ *   gin_put_signal(gin, context, domain, to, from, bytes, signal, add)    the put, and a strong signal behind it: one operation
+ *   gin_put_signal_weak(...)                         the same, but the signal waits for this put alone
  *   gin_signal_weak(...)                             adds without waiting for puts; what this thread did and knew goes along
  *   gin_read(gin, context, signal) -> u64            my signal of that context (each has signals of its own), acquire: what came
  *                                                    before its adds is visible after it

@@ -78,6 +78,19 @@ EP_OUTLINE void gin_put(epGin g, uint32_t context, uint32_t domain, uint64_t to,
   ncclGin net(gin_comm(g), (int)context);
   net.put(ncclTeamRail(gin_comm(g)), (int)domain, (ncclWindow_t)g.window, to, (ncclWindow_t)g.window, from, bytes);
 }
+template <class Add>
+EP_OUTLINE void gin_put_add(epGin g, uint32_t context, uint32_t domain, uint64_t to, uint64_t from, uint32_t bytes, Add add) {
+  ncclGin net(gin_comm(g), (int)context);
+  net.put(ncclTeamRail(gin_comm(g)), (int)domain, (ncclWindow_t)g.window, to, (ncclWindow_t)g.window, from, bytes, add);
+}
+DEV void gin_put_signal(const epGin &g, uint32_t context, uint32_t domain, uint64_t to, uint64_t from, uint32_t bytes,
+                        uint32_t signal, uint64_t add) {
+  gin_put_add(g, context, domain, to, from, bytes, EP_GIN_STRONG{signal, add});
+}
+DEV void gin_put_signal_weak(const epGin &g, uint32_t context, uint32_t domain, uint64_t to, uint64_t from, uint32_t bytes,
+                             uint32_t signal, uint64_t add) {
+  gin_put_add(g, context, domain, to, from, bytes, EP_GIN_WEAK{signal, add});
+}
 template <class Add> EP_OUTLINE void gin_add(epGin g, uint32_t context, uint32_t domain, Add add) {
   ncclGin net(gin_comm(g), (int)context);
   net.signal(ncclTeamRail(gin_comm(g)), (int)domain, add);

@@ -3,7 +3,7 @@
  * one row home by GIN; the token's rank sums its domains.
  *
  *   push      the first blocks: a warp a chunk of received rows; slots in ascending k, FP32, one rounding
- *   forward   then as many blocks as the channels fill: a warp is a channel and takes each C-th chunk of tokens of its rail's
+ *   forward   then as many blocks as the channels fill: a warp is a channel and takes each C-th batch of tokens of its rail's
  *             ranks; ranks' rows in the order of the highest k each holds, FP32, one rounding
  *   reduce    the others: a warp a token; its own domain as forward does, then domains in the same order
  *
@@ -223,13 +223,13 @@ DEV bool ep_combine_forward(const C c, const epHybridCombineArgs &a, const epPla
   epDomainSum sum;
   if (!ep_combine_domain(c, a, w, o, t, here, owner, row, entry, gen, &sum, &weight))
     return false;
-  uint64_t from = ep_rail_row(g, a.hybrid.layout.send, w.domain, o, t);
+  uint64_t from = ep_rail_row(c, g, a.hybrid.layout.send, w.domain, o, t);
   uint8_t *to = ep_window(g, w.rank) + from;
   ep_make_row(c, to, [&](uint32_t at) { return ep_sum_domain(c, sum, at); });
   if (c.weights && l < c.topk)
     p::stg<uint32_t>(to + c.rowBytes + 4 * l, weight);
   p::sync_warp();
-  ep_channel_put(a.hybrid, ch, o, ep_rail_row(g, a.hybrid.layout.rail, o, w.domain, t), from,
+  ep_channel_put(c, a.hybrid, ch, o, ep_rail_row(c, g, a.hybrid.layout.rail, o, w.domain, t), from,
                  c.rowBytes + (c.weights ? epWeightBytes(c.topk) : 0));
   return true;
 }
@@ -240,7 +240,7 @@ template <class C> DEV void ep_combine_forwarders(const C c, const epHybridCombi
   epHybridRecord rec = epHybridRecordOf(b.recordLayout.bytes, w.domains, c.topk, b.group.maxTokens);
   const uint32_t *fwdTokens = (const uint32_t *)(b.record + rec.fwdTokens);
   uint32_t channel = (p::bid() - b.pushBlocks) * (c.threads / 32) + p::warp(), channels = a.hybrid.layout.channels;
-  uint32_t size = epChunkRows(c.rowBytes), most = 0;
+  uint32_t rows = ep_batch_rows(c, a.hybrid), most = 0;
   if (!ep_rail_credits(c, b.group, a.hybrid, gen, EP_PHASE_COMBINE_CREDIT) || channel >= channels)
     return;
   epChannel ch = ep_channel(a.hybrid, w, channel);
@@ -248,16 +248,20 @@ template <class C> DEV void ep_combine_forwarders(const C c, const epHybridCombi
     uint32_t n = o == w.domain ? 0 : p::ldg<uint32_t>(fwdTokens + o);
     most = n > most ? n : most;
   }
-  for (uint32_t chunk = channel; chunk * size < most; chunk += channels) {
+  for (uint32_t batch = channel; batch * rows < most; batch += channels) {
     if (c.bug == EP_BUG_GIN_SIGNAL_FIRST)
-      ep_channel_tell(c, a.hybrid, w, ch, chunk / channels + 1, true);
+      ep_channel_tell(c, a.hybrid, w, ch, batch / channels + 1, true);
     for (uint32_t o = 0; o < w.domains; o++) {
       uint32_t n = o == w.domain ? 0 : p::ldg<uint32_t>(fwdTokens + o);
-      for (uint32_t t = chunk * size; t < n && t < (chunk + 1) * size; t++)
+      if (batch * rows >= n)
+        continue;
+      for (uint32_t t = batch * rows; t < n && t < (batch + 1) * rows; t++)
         if (!ep_combine_forward(c, a, w, ch, o, t, gen))
           return;
+      bool last = ep_last_batch(a.hybrid, batch, rows, n);
+      if (p::lane() == 0) /* which made the puts before it, and met the warp behind each row */
+        ep_channel_tell_one(c, a.hybrid, w, ch, o, ep_told_with(a.hybrid, batch, last), last);
     }
-    ep_channel_tell(c, a.hybrid, w, ch, chunk / channels + 1, false);
   }
   ep_channel_end(c, b.group, a.hybrid, w, ch);
 }
@@ -270,7 +274,7 @@ DEV bool ep_combine_token(const C c, const epHybridCombineArgs &a, const epPlace
   const epCombineArgs &b = a.plain;
   const epGroupArgs &g = b.group;
   const epHybridGroup &h = a.hybrid;
-  uint32_t l = p::lane(), locals = c.experts / c.ranks, chunk = t / epChunkRows(c.rowBytes), row = 0, weight = 0;
+  uint32_t l = p::lane(), locals = c.experts / c.ranks, batch = t / ep_batch_rows(c, h), row = 0, weight = 0;
   uint64_t at = (uint64_t)t * c.topk + l;
   int32_t e = l < c.topk ? p::ldg<int32_t>((const int32_t *)(b.record + b.recordLayout.topk) + at) : -1;
   uint32_t owner = e >= 0 ? (uint32_t)e / locals : 0, o = owner / w.ups, entry = EP_NONE;
@@ -283,7 +287,7 @@ DEV bool ep_combine_token(const C c, const epHybridCombineArgs &a, const epPlace
       entry = EP_ENTRY((uint32_t)e % locals, (uint32_t)p::ldg<int32_t>((const int32_t *)(b.record + b.recordLayout.sendPos) + at));
   }
   if (far && last && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_wait_tail(g, h, w, o, chunk % h.layout.channels, epTailOf(gen, chunk / h.layout.channels + 1), EP_PHASE_COMBINE_ROWS);
+    ok = ep_wait_tail(g, h, w, o, batch % h.layout.channels, epTailOf(gen, batch / h.layout.channels + 1), EP_PHASE_COMBINE_ROWS);
   if (p::ballot(p::FULL, !ok))
     return false;
   if (c.single) {
@@ -296,7 +300,7 @@ DEV bool ep_combine_token(const C c, const epHybridCombineArgs &a, const epPlace
   epDomainSum sum;
   if (!ep_combine_domain(c, a, w, w.domain, t, here, owner, row, entry, gen, &sum, &weight))
     return false;
-  const uint8_t *railed = far ? ep_window(g, w.rank) + ep_rail_row(g, h.layout.rail, w.domain, o, t) : nullptr;
+  const uint8_t *railed = far ? ep_window(g, w.rank) + ep_rail_row(c, g, h.layout.rail, w.domain, o, t) : nullptr;
   uint32_t all = p::ballot(p::FULL, last && (far || sum.ranks)), near = p::ballot(p::FULL, last && here);
   ep_make_row(c, b.outTokens + (uint64_t)t * c.rowBytes, [&](uint32_t v) {
     epSums total = ep_sums_start(c, b, t, v);

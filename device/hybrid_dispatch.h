@@ -2,12 +2,12 @@
  * sender's index there, and stays in that rank's window: the ranks of the domain that want it load it from there as soon as
  * they are told that it came. In the sender's own domain rows are stored into the receivers' staging, as in the plain kernel.
  *
- *   send      the first blocks; a warp is a channel and takes each C-th chunk of tokens: rows to the domain's ranks and their
- *             flags, rows to other domains by GIN and their tails. Waits for nothing but credits
+ *   send      the first blocks; a warp is a channel and takes each C-th batch of tokens, which is some chunks: rows to the
+ *             domain's ranks and a flag a chunk, rows to other domains by GIN and a tail a batch. Waits for nothing but credits
  *   forward   one block: watches the tails of this rank's rail and tells the domain how far each has come
  *   epilogue  the others: a warp a row, from the input, from staging or from a window of the domain, to its place or places
  *
- * A tail counts chunks, not rows, so nobody need know which tokens a domain does not want. */
+ * A tail counts batches, not rows, so nobody need know which tokens a domain does not want. */
 #ifndef EP_DEVICE_HYBRID_DISPATCH_H_
 #define EP_DEVICE_HYBRID_DISPATCH_H_
 
@@ -47,7 +47,7 @@ template <class C> DEV void ep_token_store(const C c, const epDispatchArgs &a, c
     p::stg<uint32_t>(to + tail + v, p::ldg<uint32_t>(a.scales + (uint64_t)k.token * c.scaleBytes + v));
 }
 
-/* Whole warp: chunk `chunk`, of the warp's channel. */
+/* Whole warp: chunk `chunk`, in a batch of the warp's channel. */
 template <class C>
 DEV void ep_hybrid_chunk(const C c, const epHybridDispatchArgs &a, const epPlace &w, const epChannel &ch, uint32_t chunk,
                          uint32_t tokens, uint32_t gen) {
@@ -57,8 +57,6 @@ DEV void ep_hybrid_chunk(const C c, const epHybridDispatchArgs &a, const epPlace
   epConfig plain = ep_plain_config(c);
   uint32_t size = epChunkRows(c.rowBytes), bytes = c.rowBytes + epTailBytes(&plain);
   epToken token[EP_MAX_CHUNK_ROWS];
-  if (c.bug == EP_BUG_GIN_SIGNAL_FIRST)
-    ep_channel_tell(c, h, w, ch, chunk / h.layout.channels + 1, true);
 #pragma unroll
   for (uint32_t i = 0; i < size; i++) {
     uint32_t t = chunk * size + i;
@@ -67,12 +65,12 @@ DEV void ep_hybrid_chunk(const C c, const epHybridDispatchArgs &a, const epPlace
       continue;
     epToken k = token[i] = ep_token(c, d, w, t);
     if (k.far) {
-      uint64_t from = ep_rail_row(g, h.layout.send, 1, 0, t); /* the first region: one copy for all domains */
+      uint64_t from = ep_rail_row(c, g, h.layout.send, 1, 0, t); /* the first region: one copy for all domains */
       ep_token_store(c, d, k, ep_window(g, g.rank) + from);
       p::sync_warp();
       for (uint32_t m = k.far; m; m &= m - 1) {
         uint32_t o = p::shfl(p::FULL, k.owner, p::ffs(m) - 1) / w.ups;
-        ep_channel_put(h, ch, o, ep_rail_row(g, h.layout.rail, o, w.domain, t), from, bytes);
+        ep_channel_put(c, h, ch, o, ep_rail_row(c, g, h.layout.rail, o, w.domain, t), from, bytes);
       }
     }
     for (uint32_t m = k.near; m; m &= m - 1) {
@@ -85,20 +83,32 @@ DEV void ep_hybrid_chunk(const C c, const epHybridDispatchArgs &a, const epPlace
   for (uint32_t i = 0; i < size; i++)
     if (token[i].near >> p::lane() & 1)
       p::st_release_sys(ep_near_flag(g, w, token[i].owner % w.ups, w.up, chunk), gen);
-  ep_channel_tell(c, h, w, ch, chunk / h.layout.channels + 1, false);
+}
+
+/* Whole warp: batch `batch` of the warp's channel. */
+template <class C>
+DEV void ep_hybrid_batch(const C c, const epHybridDispatchArgs &a, const epPlace &w, const epChannel &ch, uint32_t batch,
+                         uint32_t tokens, uint32_t gen) {
+  uint32_t rows = ep_batch_rows(c, a.hybrid), chunks = rows / epChunkRows(c.rowBytes);
+  if (c.bug == EP_BUG_GIN_SIGNAL_FIRST)
+    ep_channel_tell(c, a.hybrid, w, ch, batch / a.hybrid.layout.channels + 1, true);
+  for (uint32_t i = 0; i < chunks; i++)
+    ep_hybrid_chunk(c, a, w, ch, batch * chunks + i, tokens, gen);
+  bool last = ep_last_batch(a.hybrid, batch, rows, tokens);
+  ep_channel_tell(c, a.hybrid, w, ch, ep_told_with(a.hybrid, batch, last), last);
 }
 
 template <class C> DEV void ep_hybrid_senders(const C c, const epHybridDispatchArgs &a, uint32_t gen) {
   const epDispatchArgs &d = a.plain;
   epPlace w = ep_place(c, d.group);
-  uint32_t tokens = ep_tokens(d.recordLayout, d.record, d.numTokens), size = epChunkRows(c.rowBytes);
+  uint32_t tokens = ep_tokens(d.recordLayout, d.record, d.numTokens), rows = ep_batch_rows(c, a.hybrid);
   uint32_t channel = p::bid() * (c.threads / 32) + p::warp();
   if (!ep_domain_credits(c, d.group, a.hybrid, gen, EP_PHASE_DISPATCH_CREDIT) ||
       !ep_rail_credits(c, d.group, a.hybrid, gen, EP_PHASE_DISPATCH_CREDIT) || channel >= a.hybrid.layout.channels)
     return;
   epChannel ch = ep_channel(a.hybrid, w, channel);
-  for (uint32_t chunk = channel; chunk * size < tokens; chunk += a.hybrid.layout.channels)
-    ep_hybrid_chunk(c, a, w, ch, chunk, tokens, gen);
+  for (uint32_t batch = channel; batch * rows < tokens; batch += a.hybrid.layout.channels)
+    ep_hybrid_batch(c, a, w, ch, batch, tokens, gen);
   ep_channel_end(c, d.group, a.hybrid, w, ch);
 }
 
@@ -143,7 +153,7 @@ DEV bool ep_hybrid_ready(const C c, const epHybridDispatchArgs &a, const epPlace
                          const uint8_t **row) {
   const epGroupArgs &g = a.plain.group;
   const epHybridGroup &h = a.hybrid;
-  uint32_t o = s / w.ups, u = s % w.ups, chunk = t / epChunkRows(c.rowBytes);
+  uint32_t o = s / w.ups, u = s % w.ups;
   if (s == w.rank) {
     *row = a.plain.tokens + (uint64_t)t * c.rowBytes;
     return true;
@@ -151,13 +161,14 @@ DEV bool ep_hybrid_ready(const C c, const epHybridDispatchArgs &a, const epPlace
   if (o == w.domain) {
     *row = ep_near_row(g, w, w.up, u, t);
     return c.bug == EP_BUG_SKIP_WAIT ||
-           ep_warp_wait_flag(g, ep_near_flag(g, w, w.up, u, chunk), gen, EP_PHASE_DISPATCH_ROWS, s);
+           ep_warp_wait_flag(g, ep_near_flag(g, w, w.up, u, t / epChunkRows(c.rowBytes)), gen, EP_PHASE_DISPATCH_ROWS, s);
   }
-  *row = ep_window(g, w.domain * w.ups + u) + ep_rail_row(g, h.layout.rail, w.domain, o, t);
+  *row = ep_window(g, w.domain * w.ups + u) + ep_rail_row(c, g, h.layout.rail, w.domain, o, t);
+  uint32_t batch = t / ep_batch_rows(c, h);
   bool ok = true;
   if (p::lane() == 0 && c.bug != EP_BUG_SKIP_WAIT) {
-    const uint64_t *tail = ep_tail_word(g, h, w, w.up, u, o, chunk % h.layout.channels);
-    ok = ep_wait_value(g, [&] { return p::ld_acquire_sys(tail); }, epTailOf(gen, chunk / h.layout.channels + 1),
+    const uint64_t *tail = ep_tail_word(g, h, w, w.up, u, o, batch % h.layout.channels);
+    ok = ep_wait_value(g, [&] { return p::ld_acquire_sys(tail); }, epTailOf(gen, batch / h.layout.channels + 1),
                        EP_TAIL_ROLL, EP_PHASE_DISPATCH_ROWS, u == w.up ? s : w.domain * w.ups + u);
   }
   ok = p::shfl(p::FULL, ok, 0);

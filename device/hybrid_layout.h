@@ -2,7 +2,8 @@
  * shared by host and kernels. docs/hybrid.md draws how a token travels.
  *
  * Terms: O domains of U ranks, R = O * U, rank = o * U + u. The ranks of one index u are a rail; ranks of a domain reach each
- * other by load and store, ranks of a rail by GIN. C channels: chunk i of a rank's tokens goes by channel i % C.
+ * other by load and store, ranks of a rail by GIN. C channels: batch i of a rank's tokens goes by channel i % C. A batch is what a
+ * tail counts and one put carries at most: some chunks, which are what flags inside a domain count.
  *
  * Window: the sections of layout.h up to `meta`, where only ranks of the domain store, and then
  *
@@ -21,7 +22,7 @@
  *
  * Signals of a rank, each by sending domain o (they only add, and are never cleared): META and REPLY count updates, CREDIT
  * counts operations whose predecessors' rows have been read, and ROWS, one for each channel, is a tail: EP_TAIL_BITS bits of
- * chunks sent in this operation, and above them the operations before. An operation always adds a whole 1 << EP_TAIL_BITS.
+ * batches sent in this operation, and above them the operations before. An operation always adds a whole 1 << EP_TAIL_BITS.
  *
  * Routing record: that of layout.h, then
  *
@@ -36,7 +37,7 @@
 
 #include "abi.h"
 
-#define EP_TAIL_BITS 21u      /* chunks of a channel fit: at most EP_MAX_ENTRIES tokens */
+#define EP_TAIL_BITS 21u      /* batches of a channel fit: at most EP_MAX_ENTRIES tokens */
 #define EP_TAIL_ROLL 53u      /* bits in which tails are compared: those of a generation and EP_TAIL_BITS */
 #define EP_GENERATION_ROLL 32u
 
@@ -55,6 +56,8 @@ typedef struct epHybridLayout {
   uint64_t outCounts, outReplies, outMeta, railCounts, railReplies, railMeta, railTails, sumFlags, rail, send;
   uint64_t state;     /* of epHybridState, in the group's scratch */
   uint32_t channels, contexts;
+  uint32_t putRows; /* rows of a batch where a chunk has no more: a power of two */
+  uint32_t pad;
 } epHybridLayout;
 
 typedef struct epHybridRecord {
@@ -145,12 +148,13 @@ EP_HD uint32_t epSignalRows(uint32_t domains, uint32_t channels, uint32_t domain
 }
 EP_HD uint32_t epSignalCount(uint32_t domains, uint32_t channels) { return domains * (3 + channels); }
 
-/* Value of a tail when `chunks` of a channel have been sent in the operation of generation `gen`. */
-EP_HD uint64_t epTailOf(uint32_t gen, uint32_t chunks) { return ((uint64_t)(gen - 1) << EP_TAIL_BITS) + chunks; }
+/* Value of a tail when `batches` of a channel have been sent in the operation of generation `gen`. */
+EP_HD uint64_t epTailOf(uint32_t gen, uint32_t batches) { return ((uint64_t)(gen - 1) << EP_TAIL_BITS) + batches; }
 
-/* Shared memory of a block that moves rows: the verdict word, and what each warp has told each domain. */
+/* Shared memory of a block that moves rows: the verdict word, and what each warp has for each domain (rail.h). */
+#define EP_RUN_SMEM 24u
 EP_HD uint32_t epHybridMoveSmem(const epConfig *c) {
-  return EP_VERDICT_BYTES + 4 * (c->threads / 32) * (c->ranks / c->scaleUp);
+  return EP_VERDICT_BYTES + EP_RUN_SMEM * (c->threads / 32) * (c->ranks / c->scaleUp);
 }
 /* Blocks whose warps each serve a channel. */
 EP_HD uint32_t epChannelBlocks(uint32_t channels, uint32_t threads) { return (channels + threads / 32 - 1) / (threads / 32); }

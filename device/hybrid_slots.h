@@ -29,7 +29,7 @@ template <class C>
 DEV uint64_t ep_rail_slot(const C c, const epGroupArgs &g, uint64_t section, uint32_t owner, uint32_t o, uint32_t t,
                           uint32_t k) {
   uint64_t row = (uint64_t)epRegionOf(owner, o) * g.stageRows + (uint64_t)t * c.topk + k;
-  return section + row * g.window.stageStride;
+  return section + row * ep_rail_stride(c);
 }
 
 /* The lane at which the lane's row enters; `mates`: those of its rank, itself among them. */
@@ -112,7 +112,7 @@ DEV void ep_slots_forward(const C c, const epHybridCombineArgs &a, const epPlace
   p::sync_warp();
   for (uint32_t m = slots.rows; m; m &= m - 1) {
     uint32_t k = p::ffs(m) - 1;
-    ep_channel_put(a.hybrid, ch, o, ep_rail_slot(c, g, h.rail, o, w.domain, t, k),
+    ep_channel_put(c, a.hybrid, ch, o, ep_rail_slot(c, g, h.rail, o, w.domain, t, k),
                    ep_rail_slot(c, g, h.send, w.domain, o, t, k), c.rowBytes + (c.weights ? epWeightBytes(c.topk) : 0));
   }
 }

@@ -1,5 +1,5 @@
-/* What hybrid kernels share: who is where, waits for signals and tails, credits before staging is written, tails behind
- * rows, and the end of an operation. Rows are moved by plain loads and stores of 16 bytes. */
+/* What hybrid kernels share: who is where, waits for signals and tails, credits before staging is written, puts of rows with
+ * their tails, and the end of an operation. Rows are moved by plain loads and stores of 16 bytes. */
 #ifndef EP_DEVICE_RAIL_H_
 #define EP_DEVICE_RAIL_H_
 
@@ -112,9 +112,15 @@ DEV bool ep_rail_credits(const C c, const epGroupArgs &g, const epHybridGroup &h
 
 /* ---- Places of rows ----------------------------------------------------------------------------------------------- */
 
+/* Rows of `rail` and `send` lie as close as those of the operation can, so that neighbours go in one put. */
+template <class C> DEV uint32_t ep_rail_stride(const C c) {
+  epConfig plain = ep_plain_config(c);
+  return epRowBufferBytes(&plain);
+}
 /* Window offsets of row t from (to) domain o. */
-DEV uint64_t ep_rail_row(const epGroupArgs &g, uint64_t section, uint32_t owner, uint32_t o, uint32_t t) {
-  return section + ((uint64_t)epRegionOf(owner, o) * g.maxTokens + t) * g.window.stageStride;
+template <class C>
+DEV uint64_t ep_rail_row(const C c, const epGroupArgs &g, uint64_t section, uint32_t owner, uint32_t o, uint32_t t) {
+  return section + ((uint64_t)epRegionOf(owner, o) * g.maxTokens + t) * ep_rail_stride(c);
 }
 /* The row of token t that rank `writer` of my domain stages at rank `owner` of it, and the flag of its chunk i. Ranks by
  * index. */
@@ -168,53 +174,98 @@ DEV void ep_part_store(uint8_t *row, uint32_t at, uint32_t bytes, const epPart &
       p::stg<uint4>(row + at + 512 * u, x.v[u]);
 }
 
-/* ---- Tails -------------------------------------------------------------------------------------------------------- */
+/* ---- Puts and tails ------------------------------------------------------------------------------------------------ */
 
-/* A warp that serves a channel. For each domain shared memory holds how many of its chunks the tail has told, and in the
- * top bit whether rows were put since. */
+/* Rows of a batch: what a tail counts, and what at most goes in one put. Whole chunks. */
+template <class C> DEV uint32_t ep_batch_rows(const C c, const epHybridGroup &h) {
+  uint32_t chunk = epChunkRows(c.rowBytes);
+  return h.layout.putRows < chunk ? chunk : h.layout.putRows;
+}
+
+/* A warp that serves a channel. For each domain shared memory holds the rows that wait to be put, which lie one
+ * behind the other here and there, and how many of the channel's batches the tail has told. None waits only when all that
+ * was put has been told. */
 struct epChannel {
-  uint32_t channel, context, told;
+  uint32_t channel, context, runs;
 };
-#define EP_PUT_SINCE 0x80000000u
+#define EP_RUN_TO 8u
+#define EP_RUN_BYTES 16u
+#define EP_RUN_TOLD 20u
 
 DEV epChannel ep_channel(const epHybridGroup &h, const epPlace &w, uint32_t channel) {
   epChannel ch;
   ch.channel = channel;
   ch.context = ep_context(h, channel);
-  ch.told = p::smem_base() + EP_VERDICT_BYTES + 4 * p::warp() * w.domains;
-  for (uint32_t o = p::lane(); o < w.domains; o += 32)
-    p::sts<uint32_t>(ch.told + 4 * o, 0);
+  ch.runs = p::smem_base() + EP_VERDICT_BYTES + EP_RUN_SMEM * p::warp() * w.domains;
+  for (uint32_t o = p::lane(); o < w.domains; o += 32) {
+    p::sts<uint32_t>(ch.runs + EP_RUN_SMEM * o + EP_RUN_BYTES, 0);
+    p::sts<uint32_t>(ch.runs + EP_RUN_SMEM * o + EP_RUN_TOLD, 0);
+  }
   p::sync_warp();
   return ch;
 }
 
-/* Whole warp, after it wrote the row at window offset `from`: lane 0 puts it. */
-DEV void ep_channel_put(const epHybridGroup &h, const epChannel &ch, uint32_t o, uint64_t to, uint64_t from,
+/* Whole warp, after it wrote the row at window offset `from`: lane 0 puts what waited before it, unless they are neighbours. */
+template <class C>
+DEV void ep_channel_put(const C c, const epHybridGroup &h, const epChannel &ch, uint32_t o, uint64_t to, uint64_t from,
                         uint32_t bytes) {
+  uint32_t run = ch.runs + EP_RUN_SMEM * o;
   if (p::lane() != 0)
     return;
-  p::gin_put(h.gin, ch.context, o, to, from, bytes);
-  p::sts<uint32_t>(ch.told + 4 * o, p::lds<uint32_t>(ch.told + 4 * o) | EP_PUT_SINCE);
+  uint32_t waiting = p::lds<uint32_t>(run + EP_RUN_BYTES), next = waiting - bytes + ep_rail_stride(c);
+  if (waiting) {
+    uint64_t first = p::lds<uint64_t>(run), at = p::lds<uint64_t>(run + EP_RUN_TO);
+    if (first + next == from && at + next == to) {
+      p::sts<uint32_t>(run + EP_RUN_BYTES, next + bytes);
+      return;
+    }
+    p::gin_put(h.gin, ch.context, o, at, first, waiting);
+  }
+  p::sts<uint64_t>(run, from);
+  p::sts<uint64_t>(run + EP_RUN_TO, to);
+  p::sts<uint32_t>(run + EP_RUN_BYTES, bytes);
 }
 
-/* Whole warp: the channel's first `chunks` chunks are on their way; domains that got rows of the last ones are told. `all`:
- * every domain is. */
+/* One lane, with the warp's rows visible to it: the channel's first `batches` batches for domain o go on their way, and if any
+ * row of the last ones did, the domain is told: by the last put's own signal. `all`: it is told in any case. */
 template <class C>
-DEV void ep_channel_tell(const C c, const epHybridGroup &h, const epPlace &w, const epChannel &ch, uint32_t chunks, bool all) {
+DEV void ep_channel_tell_one(const C c, const epHybridGroup &h, const epPlace &w, const epChannel &ch, uint32_t o,
+                             uint32_t batches, bool all) {
+  uint32_t run = ch.runs + EP_RUN_SMEM * o, bytes = p::lds<uint32_t>(run + EP_RUN_BYTES);
+  uint32_t told = p::lds<uint32_t>(run + EP_RUN_TOLD), now = batches + (c.bug == EP_BUG_GIN_WRONG_TAIL && !all);
+  uint32_t signal = epSignalRows(w.domains, h.layout.channels, w.domain, ch.channel);
+  uint64_t from = bytes ? p::lds<uint64_t>(run) : 0, to = bytes ? p::lds<uint64_t>(run + EP_RUN_TO) : 0;
+  if (!bytes && (!all || now <= told))
+    return;
+  if (now <= told)
+    p::gin_put(h.gin, ch.context, o, to, from, bytes);
+  else if (bytes && c.bug == EP_BUG_GIN_WEAK)
+    p::gin_put_signal_weak(h.gin, ch.context, o, to, from, bytes, signal, now - told);
+  else if (bytes)
+    p::gin_put_signal(h.gin, ch.context, o, to, from, bytes, signal, now - told);
+  else
+    p::gin_signal(h.gin, ch.context, o, signal, now - told);
+  p::sts<uint32_t>(run + EP_RUN_BYTES, 0);
+  p::sts<uint32_t>(run + EP_RUN_TOLD, now > told ? now : told);
+}
+
+/* Whole warp: the same for every domain. */
+template <class C>
+DEV void ep_channel_tell(const C c, const epHybridGroup &h, const epPlace &w, const epChannel &ch, uint32_t batches,
+                         bool all) {
   p::sync_warp();
-  for (uint32_t o = p::lane(); o < w.domains; o += 32) {
-    uint32_t told = p::lds<uint32_t>(ch.told + 4 * o), before = told & ~EP_PUT_SINCE;
-    uint32_t now = chunks + (c.bug == EP_BUG_GIN_WRONG_TAIL && !all);
-    if (o == w.domain || now <= before || !(all || (told & EP_PUT_SINCE)))
-      continue;
-    uint32_t signal = epSignalRows(w.domains, h.layout.channels, w.domain, ch.channel);
-    if (c.bug == EP_BUG_GIN_WEAK)
-      p::gin_signal_weak(h.gin, ch.context, o, signal, now - before);
-    else
-      p::gin_signal(h.gin, ch.context, o, signal, now - before);
-    p::sts<uint32_t>(ch.told + 4 * o, now);
-  }
+  for (uint32_t o = p::lane(); o < w.domains; o += 32)
+    if (o != w.domain)
+      ep_channel_tell_one(c, h, w, ch, o, batches, all);
   p::sync_warp();
+}
+
+/* What a tail is told with batch `batch`, of `rows`: with the channel's last one of `tokens`, all that it will ever count. */
+DEV bool ep_last_batch(const epHybridGroup &h, uint32_t batch, uint32_t rows, uint32_t tokens) {
+  return (uint64_t)(batch + h.layout.channels) * rows >= tokens;
+}
+DEV uint32_t ep_told_with(const epHybridGroup &h, uint32_t batch, bool last) {
+  return last ? 1u << EP_TAIL_BITS : batch / h.layout.channels + 1;
 }
 
 /* Whole warp: the operation's tails are complete, and what was put from may be written again. */

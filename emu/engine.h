@@ -247,7 +247,9 @@ public:
   void pollWide(const void *addr, void *out, Place place); // 16 bytes at once, relaxed; waits on the first word
   u32 atomicUpdate(u32 *addr, bool compare, u32 expected, u32 operand, bool acquireRelease, bool system, Place place);
   void fence();
-  void ginPut(GinPort *port, u32 context, u32 domain, u64 to, u64 from, u32 bytes, Place place);
+  u32 ginPut(GinPort *port, u32 context, u32 domain, u64 to, u64 from, u32 bytes, Place place);
+  void ginPutSignal(GinPort *port, u32 context, u32 domain, u64 to, u64 from, u32 bytes, u32 signal, u64 add,
+                    bool strong, Place place);
   void ginSignal(GinPort *port, u32 context, u32 domain, u32 signal, u64 add, bool strong, Place place);
   u64 ginRead(GinPort *port, u32 context, u32 signal, Place place);
   void ginFlush(GinPort *port, u32 context);
@@ -309,6 +311,7 @@ private:
   // gin.cpp
   GinQueue *ginQueue(GinPort *port, u32 context, u32 domain, Place place);
   void ginEnter(GinQueue *q);
+  void ginSignalAfter(GinQueue *q, u32 signal, u64 add, u32 first, u32 last, Place place);
   void ginSchedule(GinStep *step);
   void ginStep(GinStep *step);
   void ginSettled(GinQueue *q, GinPut *put);

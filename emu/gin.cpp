@@ -64,19 +64,20 @@ void Engine::ginEnter(GinQueue *q) {
 
 void Engine::ginSchedule(GinStep *step) { events.push({later(), sequence++, nullptr, nullptr, nullptr, step}); }
 
-void Engine::ginPut(GinPort *port, u32 context, u32 domain, u64 to, u64 from, u32 bytes, Place place) {
+// The put's number in its queue; 0: none.
+u32 Engine::ginPut(GinPort *port, u32 context, u32 domain, u64 to, u64 from, u32 bytes, Place place) {
   Fiber *f = cur;
   GinQueue *q = ginQueue(port, context, domain, place);
-  if (!q || !bytes) return;
+  if (!q || !bytes) return 0;
   u8 *src = port->window[port->domain] + from, *dst = port->window[domain] + to;
   if (from + bytes > port->windowBytes[port->domain] || to + bytes > port->windowBytes[domain]) {
     report(Fault::Bounds, 5ull << 20 | place, "%s: put of %u bytes from window offset 0x%llx to 0x%llx of 0x%zx",
            me(place).c_str(), bytes, static_cast<unsigned long long>(from), static_cast<unsigned long long>(to),
            port->windowBytes[domain]);
-    return;
+    return 0;
   }
   Region *r = regionFor(src, bytes, 4, "put from", place), *target = regionFor(dst, bytes, 4, "put to", place);
-  if (!r || !target || bytes % 4) return;
+  if (!r || !target || bytes % 4) return 0;
   ginEnter(q);
   drain(); // what happened before the put is what it reads
   u32 number = ++q->issued;
@@ -93,21 +94,39 @@ void Engine::ginPut(GinPort *port, u32 context, u32 domain, u64 to, u64 from, u3
   checkWrite(target, dst, nullptr, bytes, actorOf(port->identity, settledSlot(q)), number, 0, place);
   GinPut *put = new GinPut{q, number, dst, src, bytes, 0, false, {}};
   q->puts.push_back(put);
-  ginSchedule(new GinStep{GinStep::ReadSource, put, 0, 0, q, 0, 0, 0, {}});
+  ginSchedule(new GinStep{GinStep::ReadSource, put, 0, 0, q, 0, 0, 0, 0, {}});
+  return number;
 }
 
 void Engine::ginSignal(GinPort *port, u32 context, u32 domain, u32 signal, u64 add, bool strong, Place place) {
   GinQueue *q = ginQueue(port, context, domain, place);
   if (!q) return;
-  if (signal >= port->signals) {
-    report(Fault::Bounds, 6ull << 20 | place, "%s: GIN signal %u of %u", me(place).c_str(), signal, port->signals);
+  ginSignalAfter(q, signal, add, 0, strong ? q->issued : 0, place);
+}
+
+// A put and its signal are two entries of the queue, as they are of a NIC's; nothing comes between them.
+void Engine::ginPutSignal(GinPort *port, u32 context, u32 domain, u64 to, u64 from, u32 bytes, u32 signal, u64 add,
+                          bool strong, Place place) {
+  GinQueue *q = ginQueue(port, context, domain, place);
+  if (!q) return;
+  u32 mine = ginPut(port, context, domain, to, from, bytes, place);
+  if (strong)
+    ginSignal(port, context, domain, signal, add, true, place);
+  else if (mine)
+    ginSignalAfter(q, signal, add, mine, mine, place);
+}
+
+// Clocks tell of all puts up to one: a receiver of a weak signal is told of none, not even the one it comes behind.
+void Engine::ginSignalAfter(GinQueue *q, u32 signal, u64 add, u32 first, u32 last, Place place) {
+  if (signal >= q->port->signals) {
+    report(Fault::Bounds, 6ull << 20 | place, "%s: GIN signal %u of %u", me(place).c_str(), signal, q->port->signals);
     return;
   }
   ginEnter(q);
   drain();
   ReleaseRef release = makeRelease(true);
-  if (strong && q->issued) release->seen = joiner.join(release->seen, knowledge(port, settledSlot(q), q->issued));
-  ginSchedule(new GinStep{GinStep::Signal, nullptr, 0, 0, q, signal, strong ? q->issued : 0, add, release});
+  if (!first && last) release->seen = joiner.join(release->seen, knowledge(q->port, settledSlot(q), last));
+  ginSchedule(new GinStep{GinStep::Signal, nullptr, 0, 0, q, signal, first, last, add, release});
 }
 
 u64 Engine::ginRead(GinPort *port, u32 context, u32 signal, Place place) {
@@ -156,7 +175,7 @@ void Engine::ginStep(GinStep *s) {
     for (u32 i = 0; i < p->bytes;) {
       u32 n = std::min(p->bytes - i, 64u << rng.below(7));
       p->piecesLeft++;
-      ginSchedule(new GinStep{GinStep::Piece, p, i, n, s->queue, 0, 0, 0, {}});
+      ginSchedule(new GinStep{GinStep::Piece, p, i, n, s->queue, 0, 0, 0, 0, {}});
       i += n;
     }
     auto &v = s->queue->port->flushing;
@@ -169,7 +188,7 @@ void Engine::ginStep(GinStep *s) {
     if (!--p->piecesLeft) ginSettled(s->queue, p);
     break;
   case GinStep::Signal: {
-    auto before = [&](const GinPut *x) { return x->number <= s->after; };
+    auto before = [&](const GinPut *x) { return x->number >= s->first && x->number <= s->last; };
     if (std::any_of(s->queue->puts.begin(), s->queue->puts.end(), before))
       s->queue->held.push_back(s);
     else

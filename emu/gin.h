@@ -1,6 +1,6 @@
 // GPU-initiated networking between scale-up domains, with only the ordering it promises: puts read their source late and
 // land in pieces in any order; a strong signal comes after the puts before it on its context and peer, a weak one
-// whenever; both add to a 64-bit word of the peer. Queues are finite. gin.cpp performs it, device/gin.h is what kernels
+// whenever, or where a put brings it along after that put alone; both add to a 64-bit word of the peer. Queues are finite. gin.cpp performs it, device/gin.h is what kernels
 // see.
 #pragma once
 #include <vector>
@@ -53,7 +53,7 @@ struct GinStep {
   u32 offset, bytes; // Piece
   // Signal
   GinQueue *queue;
-  u32 signal, after; // after: number of the last put before it; 0: weak
+  u32 signal, first, last; // puts it waits for; last = 0: none
   u64 add;
   ReleaseRef release;
 };

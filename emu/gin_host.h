@@ -12,6 +12,14 @@ DEV void gin_put(const epGin &g, uint32_t context, uint32_t domain, uint64_t to,
                  Here h = Here::current()) {
   e().ginPut(port(g), context, domain, to, from, bytes, at(h));
 }
+DEV void gin_put_signal(const epGin &g, uint32_t context, uint32_t domain, uint64_t to, uint64_t from, uint32_t bytes,
+                        uint32_t signal, uint64_t add, Here h = Here::current()) {
+  e().ginPutSignal(port(g), context, domain, to, from, bytes, signal, add, true, at(h));
+}
+DEV void gin_put_signal_weak(const epGin &g, uint32_t context, uint32_t domain, uint64_t to, uint64_t from,
+                             uint32_t bytes, uint32_t signal, uint64_t add, Here h = Here::current()) {
+  e().ginPutSignal(port(g), context, domain, to, from, bytes, signal, add, false, at(h));
+}
 DEV void gin_signal(const epGin &g, uint32_t context, uint32_t domain, uint32_t signal, uint64_t add,
                     Here h = Here::current()) {
   e().ginSignal(port(g), context, domain, signal, add, true, at(h));

@@ -249,6 +249,7 @@ static bool networkRight(Lab &lab, u32 r) {
 static void testNetwork(void **) {
   clean(litmus::network, 0, 3, 1, 32, networkRight);
   clean(litmus::network, 10, 2, 1, 32, networkRight);
+  clean(litmus::network, 12, 3, 1, 32, networkRight);
   caught(litmus::network, 1, "no strong signal after the put", 2, 1, 32);
   caught(litmus::network, 2, "[data race]", 2, 1, 32);
   caught(litmus::network, 3, "no strong signal after the put", 2, 1, 32);
@@ -259,6 +260,7 @@ static void testNetwork(void **) {
   caught(litmus::network, 8, "[misuse]", 2, 1, 32);
   caught(litmus::network, 9, "[data race]", 2, 1, 32);
   caught(litmus::network, 11, "[out of bounds]", 2, 1, 32);
+  caught(litmus::network, 13, "no strong signal after the put", 2, 1, 32);
 }
 
 static void testExecution(void **) {

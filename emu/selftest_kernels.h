@@ -227,7 +227,8 @@ inline void execution(const Args &a) {
 // Rows to the next domain by puts, a strong signal after them, and a credit back; three rounds through one place.
 // 1: a weak signal; 2: the signal before the puts; 3: the signal on another context; 4: the source rewritten without flush;
 // 5: no wait for the credit; 6: no wait for the signal; 7: a put past the end; 8: a put to the own domain; 9: the source
-// written by other lanes without sync; 10 (legal): more puts than a queue holds; 11: a signal that is not there
+// written by other lanes without sync; 10 (legal): more puts than a queue holds; 11: a signal that is not there; 12 (legal):
+// the last put brings the signal along; 13: a weak one
 inline void network(const Args &a) {
   const uint32_t SEND = 0, LAND = 512, WORDS = 64, last = 4 * 8192;
   uint32_t l = lane(), next = (a.rank + 1) % a.ranks, previous = (a.rank + a.ranks - 1) % a.ranks;
@@ -239,10 +240,14 @@ inline void network(const Args &a) {
     if (l == 0) {
       while (a.bug != 5 && gin_read(a.gin, 1, 1) < round - 1) nanosleep(20);
       if (a.bug == 2) gin_signal(a.gin, 0, next, 0, 1);
-      for (uint32_t i = 0; i < pieces; i++)
+      for (uint32_t i = 0; i + (a.bug > 11) < pieces; i++)
         gin_put(a.gin, 0, a.bug == 8 ? a.rank : next, 4 * LAND + i * each, a.bug == 7 ? last - 64 : i * each, each);
       if (a.bug == 1)
         gin_signal_weak(a.gin, 0, next, 0, 1);
+      else if (a.bug == 12)
+        gin_put_signal(a.gin, 0, next, 4 * LAND + each, each, each, 0, 1);
+      else if (a.bug == 13)
+        gin_put_signal_weak(a.gin, 0, next, 4 * LAND + each, each, each, 0, 1);
       else if (a.bug != 2)
         gin_signal(a.gin, a.bug == 3, next, a.bug == 11 ? 99 : 0, 1);
       while (a.bug != 6 && gin_read(a.gin, a.bug == 3, 0) < round) nanosleep(20);

@@ -28,6 +28,7 @@ typedef struct epTopology {
   int numSms;
   int smemPerBlock; /* largest dynamic shared memory of a block, bytes */
   int gin;          /* there is a network between scale-up domains that kernels can use */
+  int ginProxy; /* and a thread of the host works on what they ask for, an operation of a context and peer at a turn */
   int bulkCopies;   /* kernels may use bulk copies (SM90 and up; the emulator's) */
   epPciAddress pci; /* of a CUDA device */
   /* Of one domain, set by the group; 0: not known. What a GPU's stores reach over its links to the others, and what its memory states. */

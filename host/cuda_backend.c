@@ -419,6 +419,7 @@ static ncclResult_t readTeams(epCuda *be) {
   t->scaleOutRanks = t->ranks / be->lsa.nRanks;
   t->scaleOutRank = t->rank / be->lsa.nRanks;
   t->gin = t->scaleOutRanks > 1; /* or making it says why not */
+  t->ginProxy = t->gin && epCudaGinProxy(be);
   return ncclSuccess;
 }
 

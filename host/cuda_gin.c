@@ -21,15 +21,34 @@ static atomic_int networks;
 
 int epCudaGinAnywhere(void) { return networks != 0; }
 
+enum { GIN_PROXY = 2 };
+
 static const char *ginName(int type) {
   switch (type) {
-  case 2:
+  case GIN_PROXY:
     return "proxy";
   case 3:
     return "GPUs drive the NIC";
   default:
     return "another direct one";
   }
+}
+
+static ncclResult_t query(epCuda *be, int version, epNcclProperties *p) {
+  memset(p, 0, sizeof(*p));
+  p->size = EP_NCCL_PROPERTIES_BYTES(version);
+  p->magic = EP_NCCL_MAGIC;
+  p->version = (uint32_t)version;
+  return be->nccl->queryProperties(be->comm, p);
+}
+
+static int typeOf(const epNcclProperties *p) { return p->railedGinType ? p->railedGinType : p->ginType; }
+
+int epCudaGinProxy(epCuda *be) {
+  epNcclProperties p;
+  int version = 0;
+  return be->nccl->queryProperties && epHeadersVersion(be->nccl->version, &version) == ncclSuccess &&
+         version >= 23000 && query(be, version, &p) == ncclSuccess && typeOf(&p) == GIN_PROXY;
 }
 
 /* The rail is all that kernels need queue pairs to; headers before 2.30.5 ask for it only where NCCL offers no more. */
@@ -41,11 +60,7 @@ static ncclResult_t checkProperties(epCuda *be, int version, int *connection) {
   if (!be->nccl->queryProperties)
     return epFail(ncclInvalidUsage, "several scale-up domains: NCCL at %s lacks ncclCommQueryProperties",
                   be->nccl->path);
-  memset(&p, 0, sizeof(p));
-  p.size = EP_NCCL_PROPERTIES_BYTES(version);
-  p.magic = EP_NCCL_MAGIC;
-  p.version = (uint32_t)version;
-  r = epCudaNccl(be, be->nccl->queryProperties(be->comm, &p), "properties of the communicator");
+  r = epCudaNccl(be, query(be, version, &p), "properties of the communicator");
   if (r != ncclSuccess) return r;
   if (p.railedGinType && (version >= 23005 || !p.ginType)) *connection = EP_NCCL_CONNECTION_RAIL;
   if (!p.deviceApi || (!p.ginType && !p.railedGinType))
@@ -58,7 +73,7 @@ static ncclResult_t checkProperties(epCuda *be, int version, int *connection) {
   if (p.lsaTeams != be->topology.scaleOutRanks)
     return epFail(ncclInternalError, "NCCL counts %d load/store teams: expected %d", p.lsaTeams,
                   be->topology.scaleOutRanks);
-  int type = p.railedGinType ? p.railedGinType : p.ginType;
+  int type = typeOf(&p);
   epLog(EP_LOG_INFO, "network between %d scale-up domains: GIN type %d (%s), to %s, device headers of version code %d",
         p.lsaTeams, type, ginName(type), *connection == EP_NCCL_CONNECTION_RAIL ? "the rail" : "all ranks", version);
   return ncclSuccess;

@@ -68,7 +68,8 @@ ncclResult_t epCudaGinCreate(epBackend *base, epWindow *window, uint32_t context
 /* With device headers of `version`, if they were found. */
 ncclResult_t epCudaGinOpen(epCuda *be, epWindow *window, ncclResult_t found, int version, uint32_t contexts,
                            uint32_t signals, uint32_t *aborted, epGin *out);
-int epCudaGinAnywhere(void); /* some group of this process has a network */
+int epCudaGinProxy(epCuda *be); /* the communicator's network is NCCL's proxy; 0 also where it cannot be asked */
+int epCudaGinAnywhere(void);    /* some group of this process has a network */
 void epCudaGinDestroy(epCuda *be, epCudaGin *gin);
 ncclWindow_t epCudaWindowSetGin(epWindow *window, epCudaGin *gin);
 

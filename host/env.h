@@ -13,10 +13,12 @@
   X(TIMEOUT_MS, "NCCL_EP_TIMEOUT_MS", NUMBER, "", "timeout of waits for other ranks; overrides the configuration")   \
   X(NUM_SMS, "NCCL_EP_NUM_SMS", NUMBER, "", "thread blocks of a kernel at most; overrides max_num_sms")              \
   X(NUM_QPS, "NCCL_EP_NUM_QPS", NUMBER, "", "queue pairs to each rank of the rail; overrides num_qp_per_rank")       \
-  X(MAX_IN_FLIGHT, "NCCL_EP_MAX_IN_FLIGHT", NUMBER, "", "staged operations in flight, 0 to 8; overrides max_in_flight") \
+  X(PUT_ROWS, "NCCL_EP_PUT_ROWS", NUMBER, "", "rows that one put to another scale-up domain carries at most")        \
+  X(MAX_IN_FLIGHT, "NCCL_EP_MAX_IN_FLIGHT", NUMBER, "",                                                              \
+    "staged operations in flight, 0 to 8; overrides max_in_flight")                                                  \
   X(NVLINK_GBS, "NCCL_EP_NVLINK_GBS", NUMBER, "", "a GPU's NVLink rate, GB/s a direction, instead of NVML's")        \
   X(NIC_GBS, "NCCL_EP_NIC_GBS", NUMBER, "", "a GPU's NIC rate, GB/s a direction, instead of sysfs's")                \
-  X(PROFILE, "NCCL_EP_PROFILE", NUMBER, "0", "1: groups are profiled from the start (ncclEpSetProfiling)")             \
+  X(PROFILE, "NCCL_EP_PROFILE", NUMBER, "0", "1: groups are profiled from the start (ncclEpSetProfiling)")           \
   X(EMU_MODULE, "NCCL_EP_EMU_MODULE", STRING, "", "path of libnccl_ep_emu.so; else beside the library or in ../emu") \
   X(NVRTC, "NCCL_EP_NVRTC", STRING, "", "path of libnvrtc, where the loader does not find it")                       \
   X(NCCL, "NCCL_EP_NCCL", STRING, "", "tools only: path of libnccl, where the loader does not find it")              \

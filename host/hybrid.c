@@ -15,6 +15,12 @@
 #define EP_EMU_CHANNELS 4u
 #define EP_CONTEXTS 4u
 #define EP_EMU_CONTEXTS 2u
+/* NCCL's proxy takes an operation of a context and peer at a turn, and each costs its thread microseconds: many contexts, and
+ * large puts. Where GPUs drive the NIC a row goes as soon as it is there. */
+#define EP_PROXY_CONTEXTS 32u
+#define EP_PROXY_PUT_ROWS 16u
+#define EP_EMU_PUT_ROWS 2u
+#define EP_MOST_PUT_ROWS 64u
 #define EP_HYBRID_WARPS 8u
 #define EP_EMU_HYBRID_WARPS 2u
 
@@ -27,8 +33,16 @@ static uint32_t epChannels(const epTopology *t) {
 }
 static uint32_t epContexts(const epTopology *t) {
   uint32_t channels = epChannels(t), contexts = t->plan.contexts;
-  if (!contexts) contexts = t->arch ? EP_CONTEXTS : EP_EMU_CONTEXTS;
+  if (!contexts) contexts = !t->arch ? EP_EMU_CONTEXTS : t->ginProxy ? EP_PROXY_CONTEXTS : EP_CONTEXTS;
   return contexts < channels ? contexts : channels; /* a context more would serve no channel */
+}
+
+static uint32_t epPutRows(const epTopology *t) {
+  uint64_t wanted = t->ginProxy ? EP_PROXY_PUT_ROWS : t->arch ? 1 : EP_EMU_PUT_ROWS;
+  uint32_t rows = 1;
+  (void)epEnvNumber(EP_ENV_PUT_ROWS, 1, EP_MOST_PUT_ROWS, &wanted);
+  while (rows * 2 <= wanted) rows *= 2;
+  return rows;
 }
 
 /* From the links, unless the caller has said how many queue pairs he wants. */
@@ -44,8 +58,8 @@ static epLinkPlan epPlanOf(const epTopology *t, const epLinks *links, const epSh
 ncclResult_t epHybridPlan(struct ncclEpGroup *g) {
   struct {
     epLinks links;
-    uint64_t queuePairs;
-  } mine = {{0, 0}, g->config.num_qp_per_rank}, *all = calloc(g->shape.ranks, sizeof *all);
+    uint64_t queuePairs, putRows;
+  } mine = {{0, 0}, g->config.num_qp_per_rank, epPutRows(&g->topology)}, *all = calloc(g->shape.ranks, sizeof *all);
   epTopology *t = &g->topology;
   char from[160] = "not those of a GPU";
   ncclResult_t r;
@@ -59,14 +73,17 @@ ncclResult_t epHybridPlan(struct ncclEpGroup *g) {
                  (unsigned long long)all[0].queuePairs, (unsigned long long)all[i].queuePairs, i);
     if (all[i].links.nvlinkGbs < mine.links.nvlinkGbs) mine.links.nvlinkGbs = all[i].links.nvlinkGbs;
     if (all[i].links.nicGbs < mine.links.nicGbs) mine.links.nicGbs = all[i].links.nicGbs;
+    if (all[i].putRows < mine.putRows) mine.putRows = all[i].putRows;
   }
   free(all);
   if (r != ncclSuccess) return r;
+  g->hybrid.layout.putRows = (uint32_t)mine.putRows;
   t->plan = epPlanOf(t, &mine.links, &g->shape, g->config.num_qp_per_rank);
   if (t->plan.sms && !g->config.max_num_sms) g->sms = epPolicySms(t, t->plan.sms);
-  epLog(EP_LOG_INFO, "group %p: links here: %s; slowest: %.0f and %.1f GB/s: %s: %u channels, %u queue pairs a peer",
+  epLog(EP_LOG_INFO, "group %p: links here: %s; slowest: %.0f and %.1f GB/s: %s: %u channels, %u queue pairs a peer, %u rows a put",
         (void *)g, from, mine.links.nvlinkGbs, mine.links.nicGbs,
-        t->plan.sms ? "launches fit them" : "not all known, so defaults", epChannels(t), epContexts(t));
+        t->plan.sms ? "launches fit them" : "not all known, so defaults", epChannels(t), epContexts(t),
+        g->hybrid.layout.putRows);
   return ncclSuccess;
 }
 

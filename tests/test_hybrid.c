@@ -164,11 +164,19 @@ static int64_t pickNone(const epCase *c, uint32_t rank, uint32_t token, uint32_t
   return -1;
 }
 
+/* Rows so long that each is a chunk. */
+static epCase longRows(void) {
+  epCase c = base;
+  c.hidden = 4096;
+  return c;
+}
+
 static crossing cross(const uint32_t *tokens, epPickFn pick, uint64_t seed, epModelTraffic *model) {
   epRound round;
   crossing x = {.round = &round};
   uint32_t rows = 0;
-  epRoundMake(&round, &base, tokens, pick, &seed);
+  const epCase wide = longRows();
+  epRoundMake(&round, &wide, tokens, pick, &seed);
   epTestWorld world = {.ranks = 4, .seed = 7, .arg = &x};
   epWorldRun(&world, crossingBody);
   if (model) { /* the same routing, counted by ep_bench --model */
@@ -192,18 +200,23 @@ static crossing cross(const uint32_t *tokens, epPickFn pick, uint64_t seed, epMo
   return x;
 }
 
-/* The kernels put as many rows as the model counts: a batch against one of as many tokens that go nowhere. */
+/* The kernels put as many rows as the model counts: a routing against one of as many tokens that go nowhere. Neighbours go in one
+ * put, where it may carry more rows than one; between them lies what aligns them. */
 static void theModelCountsWhatKernelsPut(void **state) {
   static const uint32_t tokens[] = {8, 5, 0, 7};
   epModelTraffic model;
   double out = 0, in = 0;
   (void)state;
+  crossing less = cross(tokens, epPickRandom, 9, NULL);
+  setenv("NCCL_EP_PUT_ROWS", "1", 1);
   crossing nowhere = cross(tokens, pickNone, 0, NULL), some = cross(tokens, epPickRandom, 9, &model);
+  unsetenv("NCCL_EP_PUT_ROWS");
   for (uint32_t r = 0; r < 4; r++) out += model.rank[r].toRail, in += model.rank[r].fromRail;
   epModelTrafficFree(&model);
   assert_true(out > 5 && out == in);
   assert_int_equal(some.puts - nowhere.puts, 2 * (unsigned)out); /* dispatch and combine */
-  assert_int_equal(some.bytes - nowhere.bytes, (unsigned)out * (4 * base.hidden + epWeightBytes(base.topk)));
+  assert_int_equal(some.bytes - nowhere.bytes, (unsigned)out * (4 * longRows().hidden + epWeightBytes(base.topk)));
+  assert_true(less.puts < some.puts && 2 * less.puts >= some.puts && less.bytes >= some.bytes);
 }
 
 /* ---- Records of other groups -------------------------------------------------------------------------------------------- */
