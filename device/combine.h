@@ -44,6 +44,10 @@ template <int N, class C, class F> DEV void ep_sum_parts(const C c, uint32_t i, 
   }
 }
 
+/* Where this rank's slots of a token are summed and rounded before they enter its sum. From flat there is one slot, which is its
+ * own sum. */
+template <class C> DEV bool ep_sums_locals(const C c) { return !c.single && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR; }
+
 /* N 16-byte vectors of the result; load(i, x): the same vectors of the i-th part, local ones first, each kind in ascending k;
  * start(sum): what they are added to. `plain`: all parts are local, and nothing is. */
 template <int N, class C, class F, class G>
@@ -53,7 +57,7 @@ DEV void ep_sum_vectors(const C c, const epSum &s, bool plain, F load, G start, 
 #pragma unroll
   for (int u = 0; u < N; u++) ep_vec_zero(sum[u]);
   if (c.bias && !plain) start(sum);
-  if (plain || locals == 0) {
+  if (plain || !ep_sums_locals(c) || locals == 0) {
     ep_sum_parts<N>(c, 0, count, load, sum);
   } else {
     /* remote parts that enter before the local sum, that sum, the rest */
@@ -147,7 +151,12 @@ template <class C> DEV void ep_job_store(const C c, const epPipe &q, uint32_t n,
   uint32_t l = p::lane(), stage = ep_stage(q, n);
   uint32_t bytes = at + job.piece < job.end ? job.piece : job.end - at;
   if (c.single && job.move) return ep_job_scatter(q, n, job, at);
-  if (!job.move || p::popc(job.sum.parts) != 1) {
+  if (c.layout == EP_LAYOUT_KIND_FLAT && job.move) {
+    if (!job.sum.parts) { /* the row was dropped */
+      for (uint32_t v = 16 * l; v < bytes; v += 512) p::sts<uint4>(stage + v, ep_zero4());
+      ep_stage_written(c);
+    }
+  } else if (!job.move || p::popc(job.sum.parts) != 1) {
     for (uint32_t v = 16 * l; v < bytes; v += 512 * EP_SUM_VECTORS) { /* the last of them may lie past the end */
       uint4 sum[EP_SUM_VECTORS];
       auto place = [&](uint32_t u) { return v + 512 * u < bytes ? v + 512 * u : v; };
@@ -413,8 +422,6 @@ DEV void ep_combine_signal(const C c, const epCombineArgs &a, const epPipe &q, u
   }
 }
 
-template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a, epPipe &q, uint32_t gen);
-
 /* Whole warp: every block of senders has its place. Only then may one of them wait for rows: if it took the place of a block
  * that has still to send, two ranks could wait for each other. */
 DEV bool ep_senders_started(const epGroupArgs &g, uint32_t pushBlocks) {
@@ -423,7 +430,8 @@ DEV bool ep_senders_started(const epGroupArgs &g, uint32_t pushBlocks) {
   return p::shfl(p::FULL, started, 0) == pushBlocks;
 }
 
-template <class C> DEV void ep_combine_senders(const C c, const epCombineArgs &a, epPipe &q, uint32_t gen) {
+/* True: the warp goes on to reduce what is left. */
+template <class C> DEV bool ep_combine_senders(const C c, const epCombineArgs &a, epPipe &q, uint32_t gen) {
   uint32_t size = epChunkRows(c.rowBytes);
   epPushList list = {};
   epPushRow row, ahead;
@@ -437,14 +445,13 @@ template <class C> DEV void ep_combine_senders(const C c, const epCombineArgs &a
     ahead = ep_push_next(c, a, q, list);
     ep_push_place(c, a, row);
   }
-  if (!ep_wait_credits(c, a.group, q, gen, EP_PHASE_COMBINE_CREDIT)) return;
+  if (!ep_wait_credits(c, a.group, q, gen, EP_PHASE_COMBINE_CREDIT)) return false;
   if (!ep_is_signaller(c)) {
     ep_combine_push(c, a, q, list, row, ahead, gen);
-    if (c.part == EP_PART_WHOLE && ep_senders_started(a.group, a.pushBlocks))
-      ep_combine_reduce(c, a, q, gen); /* what is left of it */
-  } else if (c.bulk) {
-    ep_combine_signal(c, a, q, list.items, list.rounds, gen);
+    return c.part == EP_PART_WHOLE && ep_senders_started(a.group, a.pushBlocks);
   }
+  if (c.bulk) ep_combine_signal(c, a, q, list.items, list.rounds, gen);
+  return false;
 }
 
 /* A moved row crosses the link best whole; what reduces it works on spans all the same, so that little is left to do when the last
@@ -537,8 +544,9 @@ DEV void ep_reduce_job(const C c, const epCombineArgs &a, const epPipe &q, const
   uint32_t localAt = p::ballot(p::FULL, last && owner == me), remote = p::ballot(p::FULL, sent);
   uint32_t staged = ep_combine_stage(c, row);
   job.sum.local = ep_combine_parts(c, mine);
+  if (c.layout == EP_LAYOUT_KIND_FLAT && !c.single && job.sum.local) job.sum.local = localAt;
   job.sum.parts = job.sum.local | remote;
-  if (c.single) job.sum.local = 0; /* its slots enter like all others */
+  if (!ep_sums_locals(c)) job.sum.local = 0; /* its slots enter like all others */
   job.sum.localAt = job.sum.local ? localAt : 0;
   job.sum.last = job.sum.localAt | remote;
   job.sum.address = owner == me
@@ -607,8 +615,8 @@ template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a,
 }
 
 template <class C> DEV void ep_combine(const C c, const epCombineArgs &a) {
-  ep_operation(
-      c, a, EP_KERNEL_COMBINE, [](uint32_t) { return true; }, [&](epPipe &q, uint32_t gen) { ep_combine_senders(c, a, q, gen); },
+  ep_operation<true>(
+      c, a, EP_KERNEL_COMBINE, [](uint32_t) { return true; }, [&](epPipe &q, uint32_t gen) { return ep_combine_senders(c, a, q, gen); },
       [&](epPipe &q, uint32_t gen) { ep_combine_reduce(c, a, q, gen); });
 }
 

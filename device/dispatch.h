@@ -624,7 +624,7 @@ template <class C> DEV void ep_direct_epilogue(const C c, const epDispatchArgs &
 }
 
 template <class C> DEV void ep_dispatch(const C c, const epDispatchArgs &a) {
-  ep_operation(
+  ep_operation<false>(
       c, a, EP_KERNEL_DISPATCH,
       [&](uint32_t gen) {
         if (c.direct && c.part == EP_PART_WHOLE && p::bid() == a.pushBlocks) ep_outputs_tell(c, a, gen);

@@ -356,9 +356,10 @@ template <class C> DEV uint32_t ep_most_rows(const C c, const epPipe &q) {
   return ep_warp_max(most);
 }
 
-/* Dispatch and combine alike: the first blocks send, the warps of the others receive, and all end together. What receivers
- * need first, whole blocks get in `before`; a fused dispatch's senders need no record. */
-template <class C, class Args, class Before, class Send, class Receive>
+/* Dispatch and combine alike: the first blocks send, the warps of the others receive, and all end together. With `Joins`, warps whose
+ * `send` says so receive after it. What receivers need first, whole blocks get in `before`; a fused dispatch's senders need no
+ * record. */
+template <bool Joins, class C, class Args, class Before, class Send, class Receive>
 DEV void ep_operation(const C c, const Args &a, uint32_t kind, Before before, Send send, Receive receive) {
   p::grid_wait();
   epProfile profile = ep_profile_begin(a.group, kind);
@@ -373,10 +374,15 @@ DEV void ep_operation(const C c, const Args &a, uint32_t kind, Before before, Se
   ep_bug_wait_unscheduled(c, a.group, push);
   if (record && usable) ep_keep_counts(c, a.recordLayout, a.record, q);
   p::sync_threads();
-  if (usable && push)
+  if constexpr (Joins) { /* one call for both: what receives is much of a kernel's text */
+    bool receives = usable && !push && !ep_is_signaller(c);
+    if (usable && push) receives = send(q, gen);
+    if (receives) receive(q, gen);
+  } else if (usable && push) {
     send(q, gen);
-  else if (usable && !ep_is_signaller(c))
+  } else if (usable && !ep_is_signaller(c)) {
     receive(q, gen);
+  }
   p::grid_launch();
   ep_operation_end(c, a.group, q, gen, a.blocks);
   ep_profile_end(profile, push ? EP_SPAN_SEND : EP_SPAN_RECEIVE, a.blocks);
