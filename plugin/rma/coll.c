@@ -108,6 +108,20 @@ fail:
   return rc;
 }
 
+bool epRmaIdle(epRmaColl *coll) {
+  struct epoll_event event;
+  return !coll->error && !coll->activeHead && !coll->sending && !coll->held && epoll_wait(coll->epoll, &event, 1, 0) == 0;
+}
+
+/* Sockets of which something was read that had to wait. */
+static epRmaResult receiveHeld(epRmaColl *coll) {
+  epRmaResult rc = EP_RMA_OK;
+  for (uint32_t rank = 0; coll->held && !rc && rank < coll->ranks; rank++)
+    for (int i = 0; !rc && i < coll->peers[rank]->count; i++)
+      if (coll->peers[rank]->sockets[i].held) rc = epRmaSocketReceive(&coll->peers[rank]->sockets[i]);
+  return rc;
+}
+
 epRmaResult epRmaProgress(epRmaColl *coll) {
   struct epoll_event events[EVENTS];
   if (coll->error) return coll->error;
@@ -123,11 +137,12 @@ epRmaResult epRmaProgress(epRmaColl *coll) {
       socket->sending = false;
     }
   }
+  if (!rc) rc = receiveHeld(coll);
   if (rc) return rc;
   int count = epoll_wait(coll->epoll, events, EVENTS, 0);
   if (count < 0 && errno != EINTR) return epRmaFail(coll, EP_RMA_SYSTEM_ERROR, "epoll: %s", strerror(errno));
   for (int i = 0; !rc && i < count; i++) rc = epRmaSocketReceive(events[i].data.ptr);
-  return rc;
+  return rc ? rc : epRmaSignalsWrite(coll);
 }
 
 /* Every peer is told, and says when it has read all that was sent: a socket that is closed too early would take data

@@ -5,7 +5,9 @@
 
 #define EP_RMA_EXPORT __attribute__((visibility("default")))
 
-enum { IDLE_US = 10 };
+/* A caller that waits without calling progress is served at once; NCCL's threads that do are left to it, so that a turn's
+ * operations are worked on together. */
+enum { IDLE_US = 10, DRIVEN_US = 1000 };
 static int instance; /* what init hands out: there is no state but the communicators' */
 static char name[] = "ep";
 
@@ -16,25 +18,14 @@ static epRmaResult missing(const char *call, const char *what) {
 #define NEED(argument) \
   if (!(argument)) return missing(__func__, #argument)
 
-static epRmaResult enterInTurn(epRmaColl *coll) {
+static epRmaResult enter(epRmaColl *coll) {
+  coll->wanted++;
   pthread_mutex_lock(&coll->mutex);
+  coll->wanted--;
   epRmaResult rc = epRmaGpuEnter(&coll->gpu);
   if (!rc) return EP_RMA_OK;
   epRmaNote(coll, rc);
   pthread_mutex_unlock(&coll->mutex);
-  return rc;
-}
-
-/* The progress thread comes back as soon as it has left: it lets others go first. */
-static epRmaResult enterProgress(epRmaColl *coll) {
-  if (coll->wanted > 0) usleep(1);
-  return enterInTurn(coll);
-}
-
-static epRmaResult enter(epRmaColl *coll) {
-  coll->wanted++;
-  epRmaResult rc = enterInTurn(coll);
-  coll->wanted--;
   return rc;
 }
 
@@ -222,12 +213,39 @@ static epRmaResult deregMrSym(void *collComm, void *mhandle) {
   return rc;
 }
 
+static void lockProgress(epRmaColl *coll) {
+  if (coll->wanted > 0) usleep(1); /* the progress thread comes back as soon as it has left: it lets others go first */
+  pthread_mutex_lock(&coll->mutex);
+}
+
+static epRmaResult progressOf(epRmaColl *coll) {
+  epRmaResult rc = EP_RMA_OK;
+  lockProgress(coll);
+  if (epRmaIdle(coll)) {
+    __atomic_store_n(&coll->progressedAt, epRmaMicroseconds(), __ATOMIC_RELAXED);
+  } else {
+    rc = epRmaGpuEnter(&coll->gpu);
+    if (rc) epRmaNote(coll, rc);
+    if (!rc) {
+      rc = epRmaProgress(coll);
+      epRmaGpuLeave(&coll->gpu);
+    }
+  }
+  pthread_mutex_unlock(&coll->mutex);
+  return rc;
+}
+
+static bool driven(const epRmaColl *coll) {
+  return epRmaMicroseconds() - __atomic_load_n(&coll->drivenAt, __ATOMIC_RELAXED) < DRIVEN_US;
+}
+
 static epRmaResult issue(epRmaContext *context, const epRmaPut *put, void **request) {
+  epRmaColl *coll = context->coll;
   epRmaOp *op = NULL;
-  epRmaResult rc = enterProgress(context->coll);
-  if (rc) return rc;
-  rc = epRmaPutIssue(context, put, &op);
-  leave(context->coll);
+  lockProgress(coll);
+  epRmaResult rc = epRmaPutIssue(context, put, &op);
+  pthread_mutex_unlock(&coll->mutex);
+  if (!rc && !driven(coll)) rc = progressOf(coll);
   if (!rc) *request = op;
   return rc;
 }
@@ -294,14 +312,6 @@ static epRmaResult iflush(void *rmaCtx, int context, void *mhandle, uint32_t ran
   return EP_RMA_OK;
 }
 
-static epRmaResult progressOf(epRmaColl *coll) {
-  epRmaResult rc = enterProgress(coll);
-  if (rc) return rc;
-  rc = epRmaProgress(coll);
-  leave(coll);
-  return rc;
-}
-
 static epRmaResult test(void *collComm, void *request, int *done) {
   bool finished = false;
   NEED(collComm);
@@ -311,10 +321,10 @@ static epRmaResult test(void *collComm, void *request, int *done) {
   epRmaColl *coll = collComm;
   /* NCCL asks for everything in flight at every turn of its progress thread: mostly the answer takes no lock. */
   if (!epRmaOpLooksDone(request) && !__atomic_load_n(&coll->error, __ATOMIC_RELAXED) &&
-      epRmaMicroseconds() - __atomic_load_n(&coll->progressedAt, __ATOMIC_RELAXED) <= IDLE_US)
+      (driven(coll) ||
+       epRmaMicroseconds() - __atomic_load_n(&coll->progressedAt, __ATOMIC_RELAXED) <= IDLE_US))
     return EP_RMA_OK;
-  if (coll->wanted > 0) usleep(1);
-  pthread_mutex_lock(&coll->mutex);
+  lockProgress(coll);
   epRmaResult rc = epRmaOpTest(request, &finished);
   bool idle = !rc && !finished && epRmaMicroseconds() - coll->progressedAt > IDLE_US;
   pthread_mutex_unlock(&coll->mutex);
@@ -324,7 +334,9 @@ static epRmaResult test(void *collComm, void *request, int *done) {
 
 static epRmaResult progress(void *rmaCtx) {
   NEED(rmaCtx);
-  return progressOf(((epRmaContext *)rmaCtx)->coll);
+  epRmaColl *coll = ((epRmaContext *)rmaCtx)->coll;
+  __atomic_store_n(&coll->drivenAt, epRmaMicroseconds(), __ATOMIC_RELAXED);
+  return progressOf(coll);
 }
 
 static epRmaResult queryLastError(void *rmaCtx, bool *hasError) {

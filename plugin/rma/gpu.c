@@ -12,6 +12,7 @@
 enum { SUCCESS = 0, NOT_READY = 600 };
 enum { POINTER_DEVICE_ORDINAL = 9, STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, CAPTURE_RELAXED = 2 };
 enum { CAN_USE_64_BIT_STREAM_MEM_OPS = 122 };
+enum { WRITE_VALUE_64 = 5 };
 enum { LOCATION_DEVICE = 1, HANDLE_POSIX_FD = 1, ACCESS_READ_WRITE = 3 };
 
 /* CUmemAllocationProp and CUmemAccessDesc. */
@@ -29,6 +30,17 @@ typedef struct {
   } location;
   int flags;
 } accessDescription;
+
+/* CUstreamBatchMemOpParams, as a write. */
+typedef struct {
+  int type;
+  epRmaCuPtr to;
+  uint64_t value;
+  unsigned flags;
+  epRmaCuPtr alias;
+  uint64_t rest;
+} writeOperation;
+_Static_assert(sizeof(writeOperation) == 48, "CUstreamBatchMemOpParams");
 
 #define CALLS(X)                                                                                  \
   X(init, cuInit, (unsigned))                                                                     \
@@ -50,7 +62,7 @@ typedef struct {
   X(eventRecord, cuEventRecord, (void *, void *))                                                 \
   X(eventQuery, cuEventQuery, (void *))                                                           \
   X(copy, cuMemcpyAsync, (epRmaCuPtr, epRmaCuPtr, size_t, void *))                                \
-  X(writeWord, cuStreamWriteValue64_v2, (void *, epRmaCuPtr, uint64_t, unsigned))                 \
+  X(writeWords, cuStreamBatchMemOp_v2, (void *, unsigned, writeOperation *, unsigned))            \
   X(hostAlloc, cuMemHostAlloc, (void **, size_t, unsigned))                                       \
   X(hostFree, cuMemFreeHost, (void *))                                                            \
   X(addressRange, cuMemGetAddressRange_v2, (epRmaCuPtr *, size_t *, epRmaCuPtr))                  \
@@ -121,18 +133,17 @@ static epRmaResult makeStreams(epRmaGpu *gpu, const void *memory) {
   int least = 0, greatest = 0, error = cu.priorities(&least, &greatest);
   if (error == SUCCESS) error = cu.streamCreate(&gpu->in, STREAM_NON_BLOCKING, greatest);
   for (int i = 0; error == SUCCESS && i < EP_RMA_OUT_STREAMS; i++)
-    error = cu.streamCreate(&gpu->out[i], STREAM_NON_BLOCKING, greatest);
+    error = cu.streamCreate(&gpu->out[i].stream, STREAM_NON_BLOCKING, greatest);
   if (error != SUCCESS) return failed("cuStreamCreateWithPriority", error);
   void *word = NULL;
   epRmaResult rc = epRmaGpuPinned(&word, sizeof(*gpu->word));
   gpu->word = word;
-  while (!rc && gpu->eventCount < EP_RMA_EVENTS / 2) {
-    rc = epRmaGpuEvent(&gpu->events[gpu->eventCount]);
-    if (!rc) gpu->eventCount++;
-  }
+  /* Nothing needs to be created while kernels run. */
+  for (int i = 0; !rc && i < EP_RMA_OUT_STREAMS * EP_RMA_SUBMISSIONS; i++)
+    rc = epRmaGpuEvent(&gpu->out[i / EP_RMA_SUBMISSIONS].events[i % EP_RMA_SUBMISSIONS]);
   /* The driver allocates what a stream needs at its first copy: let that be now, too. */
   for (int i = 0; !rc && i <= EP_RMA_OUT_STREAMS; i++) {
-    void *stream = i < EP_RMA_OUT_STREAMS ? gpu->out[i] : gpu->in;
+    void *stream = i < EP_RMA_OUT_STREAMS ? gpu->out[i].stream : gpu->in;
     rc = epRmaGpuCopy(gpu->word, memory, 1, stream, NULL);
     if (!rc) rc = epRmaGpuSync(stream);
   }
@@ -153,7 +164,7 @@ epRmaResult epRmaGpuOpen(epRmaGpu *gpu, void *memory) {
   error = cu.deviceGet(&device, ordinal);
   if (error == SUCCESS) error = cu.deviceAttribute(&canWrite, CAN_USE_64_BIT_STREAM_MEM_OPS, device);
   if (error == SUCCESS && !canWrite) {
-    EP_RMA_WARN("GPU %d cannot write words from a stream (cuStreamWriteValue64): signals would not arrive", ordinal);
+    EP_RMA_WARN("GPU %d cannot write words from a stream (cuStreamBatchMemOp): signals would not arrive", ordinal);
     return EP_RMA_INVALID_USAGE;
   }
   if (error == SUCCESS) error = cu.retain(&gpu->context, device);
@@ -173,10 +184,12 @@ void epRmaGpuClose(epRmaGpu *gpu) {
   int device = 0;
   if (!gpu->ready) return;
   if (epRmaGpuEnter(gpu) == EP_RMA_OK) {
-    while (gpu->eventCount > 0) epRmaGpuFreeEvent(gpu->events[--gpu->eventCount]);
     if (gpu->in) cu.streamDestroy(gpu->in);
-    for (int i = 0; i < EP_RMA_OUT_STREAMS; i++)
-      if (gpu->out[i]) cu.streamDestroy(gpu->out[i]);
+    for (int i = 0; i < EP_RMA_OUT_STREAMS; i++) {
+      for (int k = 0; k < EP_RMA_SUBMISSIONS; k++)
+        if (gpu->out[i].events[k]) epRmaGpuFreeEvent(gpu->out[i].events[k]);
+      if (gpu->out[i].stream) cu.streamDestroy(gpu->out[i].stream);
+    }
     if (gpu->word) cu.hostFree(gpu->word);
     epRmaGpuLeave(gpu);
   }
@@ -217,17 +230,33 @@ epRmaResult epRmaGpuEvent(void **event) {
 
 void epRmaGpuFreeEvent(void *event) { cu.eventDestroy(event); }
 
-epRmaResult epRmaGpuTakeEvent(epRmaGpu *gpu, void **event) {
-  if (gpu->eventCount == 0) return epRmaGpuEvent(event);
-  *event = gpu->events[--gpu->eventCount];
+bool epRmaGpuOutRoom(const epRmaGpuOut *out) { return out->submitted - out->done < EP_RMA_SUBMISSIONS; }
+
+epRmaResult epRmaGpuOutCopy(epRmaGpuOut *out, void *to, const void *from, size_t bytes, uint64_t *number) {
+  int error = cu.copy((epRmaCuPtr)to, (epRmaCuPtr)from, bytes, out->stream);
+  if (error != SUCCESS) return failed("cuMemcpyAsync", error);
+  out->open = true;
+  *number = out->submitted + 1;
   return EP_RMA_OK;
 }
 
-void epRmaGpuGiveEvent(epRmaGpu *gpu, void *event) {
-  if (gpu->eventCount < EP_RMA_EVENTS)
-    gpu->events[gpu->eventCount++] = event;
-  else
-    epRmaGpuFreeEvent(event);
+epRmaResult epRmaGpuOutSubmit(epRmaGpuOut *out) {
+  if (!out->open) return EP_RMA_OK;
+  int error = cu.eventRecord(out->events[out->submitted % EP_RMA_SUBMISSIONS], out->stream);
+  if (error != SUCCESS) return failed("cuEventRecord", error);
+  out->submitted++;
+  out->open = false;
+  return EP_RMA_OK;
+}
+
+epRmaResult epRmaGpuOutCollect(epRmaGpuOut *out) {
+  bool done = true;
+  while (out->done < out->submitted && done) {
+    epRmaResult rc = epRmaGpuDone(out->events[out->done % EP_RMA_SUBMISSIONS], &done);
+    if (rc) return rc;
+    out->done += done;
+  }
+  return EP_RMA_OK;
 }
 
 epRmaResult epRmaGpuCopy(void *to, const void *from, size_t bytes, void *stream, void *event) {
@@ -248,9 +277,14 @@ epRmaResult epRmaGpuSync(void *stream) {
   return error == SUCCESS ? EP_RMA_OK : failed("cuStreamSynchronize", error);
 }
 
-epRmaResult epRmaGpuWriteWord(epRmaGpu *gpu, void *to, uint64_t value) {
-  int error = cu.writeWord(gpu->in, (epRmaCuPtr)to, value, 0);
-  return error == SUCCESS ? EP_RMA_OK : failed("cuStreamWriteValue64", error);
+epRmaResult epRmaGpuWriteWords(epRmaGpu *gpu, const epRmaGpuWord *words, int count) {
+  writeOperation operations[EP_RMA_WORDS];
+  if (count == 0) return EP_RMA_OK;
+  for (int i = 0; i < count; i++)
+    operations[i] =
+        (writeOperation){.type = WRITE_VALUE_64, .to = (epRmaCuPtr)words[i].to, .value = words[i].value};
+  int error = cu.writeWords(gpu->in, (unsigned)count, operations, 0);
+  return error == SUCCESS ? EP_RMA_OK : failed("cuStreamBatchMemOp", error);
 }
 
 epRmaResult epRmaGpuReadWord(epRmaGpu *gpu, const void *from, uint64_t *value) {

@@ -8,16 +8,23 @@
 typedef uintptr_t epRmaCuPtr;
 typedef unsigned long long epRmaCuHandle; /* CUmemGenericAllocationHandle */
 
-enum { EP_RMA_OUT_STREAMS = 4, EP_RMA_EVENTS = 1024 };
+enum { EP_RMA_OUT_STREAMS = 4, EP_RMA_SUBMISSIONS = 64, EP_RMA_WORDS = 64 };
+
+/* A stream of copies that leave. Those asked for since the last event share the next one: submission n is done when the event
+ * behind it is. */
+typedef struct {
+  void *stream;
+  void *events[EP_RMA_SUBMISSIONS];
+  uint64_t submitted, done; /* numbers, from 1 on */
+  bool open;                /* copies wait for submission `submitted + 1` */
+} epRmaGpuOut;
 
 typedef struct {
   int device; /* CUDA ordinal */
   void *context;
-  void *out[EP_RMA_OUT_STREAMS]; /* copies that leave: contexts in turn */
-  void *in;                      /* copies that arrive, and signals behind them */
-  uint64_t *word;                /* pinned: a signal's old value, where memory may be reset behind our back */
-  void *events[EP_RMA_EVENTS];   /* idle ones */
-  int eventCount;
+  epRmaGpuOut out[EP_RMA_OUT_STREAMS]; /* contexts in turn */
+  void *in;                            /* copies that arrive, and signals behind them */
+  uint64_t *word;                      /* pinned: a signal's old value, where memory may be reset behind our back */
   int captureMode;
   bool ready;
 } epRmaGpu;
@@ -34,13 +41,20 @@ epRmaResult epRmaGpuPinned(void **host, size_t bytes);
 void epRmaGpuFreePinned(void *host);
 epRmaResult epRmaGpuEvent(void **event);
 void epRmaGpuFreeEvent(void *event);
-/* From a pool that is filled when the GPU is opened: nothing needs to be created while kernels run. */
-epRmaResult epRmaGpuTakeEvent(epRmaGpu *gpu, void **event);
-void epRmaGpuGiveEvent(epRmaGpu *gpu, void *event);
+/* A copy of the next submission, whose number is told. */
+bool epRmaGpuOutRoom(const epRmaGpuOut *out);
+epRmaResult epRmaGpuOutCopy(epRmaGpuOut *out, void *to, const void *from, size_t bytes, uint64_t *number);
+epRmaResult epRmaGpuOutSubmit(epRmaGpuOut *out);
+epRmaResult epRmaGpuOutCollect(epRmaGpuOut *out); /* `done` moves on */
 epRmaResult epRmaGpuCopy(void *to, const void *from, size_t bytes, void *stream, void *event); /* event: may be NULL */
 epRmaResult epRmaGpuDone(void *event, bool *done);
 epRmaResult epRmaGpuSync(void *stream);
-epRmaResult epRmaGpuWriteWord(epRmaGpu *gpu, void *to, uint64_t value); /* behind what arrived before */
+typedef struct {
+  void *to;
+  uint64_t value;
+} epRmaGpuWord;
+/* At most EP_RMA_WORDS, in turn, behind what arrived before. */
+epRmaResult epRmaGpuWriteWords(epRmaGpu *gpu, const epRmaGpuWord *words, int count);
 epRmaResult epRmaGpuReadWord(epRmaGpu *gpu, const void *from, uint64_t *value);
 
 /* A file descriptor by which a process of this host maps the memory, or -1 where CUDA exports none (which is no error),

@@ -1,5 +1,5 @@
 /* Operations. Those of one context for one peer stand in a lane and leave it in order: a put into a peer's mapped GPU
- * memory once its copy is done, any other put once its last chunk is queued on the socket, a signal once it is queued
+ * memory once its copy is done (copies are asked for at each turn, those of neighbours as one), any other put once its last chunk is queued on the socket, a signal once it is queued
  * there itself. As a context keeps to one socket, signals arrive behind the puts before them; nothing waits for answers. */
 #include <stdlib.h>
 #include <string.h>
@@ -59,7 +59,7 @@ static epRmaResult queueChunk(epRmaSocket *to, epRmaOp *op, bool *moved) {
     if (frame.slot < 0) return EP_RMA_OK;
     char *staged = epRmaStageAt(&coll->leaving, frame.slot);
     int stream = numberOf(op->lane) % EP_RMA_OUT_STREAMS;
-    rc = epRmaGpuCopy(staged, frame.payload, bytes, coll->gpu.out[stream], coll->leaving.events[frame.slot]);
+    rc = epRmaGpuCopy(staged, frame.payload, bytes, coll->gpu.out[stream].stream, coll->leaving.events[frame.slot]);
     if (rc) return epRmaNote(coll, rc);
     frame.payload = staged;
   }
@@ -83,6 +83,36 @@ static epRmaResult queueSignal(epRmaLane *lane, epRmaSocket *to, epRmaOp *op, bo
   return EP_RMA_OK;
 }
 
+static epRmaGpuOut *outOf(const epRmaLane *lane) {
+  return &lane->context->coll->gpu.out[numberOf(lane) % EP_RMA_OUT_STREAMS];
+}
+
+/* Asks for the copies of what came since the last time. */
+static epRmaResult askForCopies(epRmaLane *lane) {
+  epRmaColl *coll = lane->context->coll;
+  epRmaGpuOut *out = outOf(lane);
+  while (lane->fresh) {
+    epRmaOp *first = lane->fresh, *end = first->next;
+    uint64_t bytes = first->size, number = 0;
+    lane->fresh = end;
+    if (!first->direct || first->copied) continue;
+    while (end && end->direct && !end->copied && end->from == first->from && end->to == first->to &&
+           end->fromOffset == first->fromOffset + bytes && end->direct == first->direct + bytes) {
+      bytes += end->size;
+      end = end->next;
+    }
+    if (!epRmaGpuOutRoom(out)) {
+      lane->fresh = first;
+      return EP_RMA_OK;
+    }
+    epRmaResult rc = epRmaGpuOutCopy(out, first->direct, first->from->base + first->fromOffset, bytes, &number);
+    if (rc) return epRmaNote(coll, rc);
+    for (epRmaOp *op = first; op != end; op = op->next) op->number = number;
+    lane->fresh = end;
+  }
+  return EP_RMA_OK;
+}
+
 static epRmaResult step(epRmaLane *lane) {
   epRmaColl *coll = lane->context->coll;
   epRmaSocket *to = lane->rank == coll->rank ? NULL : epRmaSocketOf(coll, lane->rank, numberOf(lane));
@@ -95,11 +125,8 @@ static epRmaResult step(epRmaLane *lane) {
       return epRmaFail(coll, EP_RMA_REMOTE_ERROR, "rank %u has closed its communicator, and more is put to it",
                        lane->rank);
     if (op->direct && !op->copied) {
-      rc = epRmaGpuDone(op->event, &op->copied);
-      if (rc) return epRmaNote(coll, rc);
+      op->copied = op->number && op->number <= outOf(lane)->done;
       if (!op->copied) return EP_RMA_OK;
-      epRmaGpuGiveEvent(&coll->gpu, op->event);
-      op->event = NULL;
     }
     while (to && !op->direct && op->claimed < op->size) {
       if (turn++ == CHUNKS_A_TURN) return EP_RMA_OK;
@@ -117,9 +144,13 @@ static epRmaResult step(epRmaLane *lane) {
 
 epRmaResult epRmaLanesPump(epRmaColl *coll) {
   epRmaLane *before = NULL, *lane = coll->activeHead;
+  epRmaResult rc = EP_RMA_OK;
+  for (int i = 0; !rc && i < EP_RMA_OUT_STREAMS; i++) rc = epRmaGpuOutCollect(&coll->gpu.out[i]);
+  if (rc) return epRmaNote(coll, rc);
   while (lane) {
     epRmaLane *next = lane->next;
-    epRmaResult rc = step(lane);
+    rc = step(lane);
+    if (!rc) rc = askForCopies(lane);
     if (rc) return rc;
     if (lane->head) {
       before = lane;
@@ -133,7 +164,8 @@ epRmaResult epRmaLanesPump(epRmaColl *coll) {
     }
     lane = next;
   }
-  return EP_RMA_OK;
+  for (int i = 0; !rc && i < EP_RMA_OUT_STREAMS; i++) rc = epRmaGpuOutSubmit(&coll->gpu.out[i]);
+  return rc ? epRmaNote(coll, rc) : EP_RMA_OK;
 }
 
 /* ---- contexts -------------------------------------------------------------------------------------------------- */
@@ -195,7 +227,7 @@ epRmaResult epRmaContextDestroy(epRmaContext *context) {
   }
   forget(coll, context);
   epRmaResult rc = EP_RMA_OK;
-  for (int i = 0; !rc && coll->gpu.ready && i < EP_RMA_OUT_STREAMS; i++) rc = epRmaGpuSync(coll->gpu.out[i]);
+  for (int i = 0; !rc && coll->gpu.ready && i < EP_RMA_OUT_STREAMS; i++) rc = epRmaGpuSync(coll->gpu.out[i].stream);
   epRmaContext **at = &coll->contexts;
   while (*at != context) at = &(*at)->next;
   *at = context->next;
@@ -203,7 +235,6 @@ epRmaResult epRmaContextDestroy(epRmaContext *context) {
     epRmaOp *op = context->created;
     context->created = op->created;
     if (op->lane && !op->done) opDone(op);
-    if (op->event) epRmaGpuGiveEvent(&coll->gpu, op->event);
     free(op);
   }
   free(context);
@@ -259,19 +290,6 @@ static char *reach(const epRmaColl *coll, const epRmaPut *put) {
   return peer->mapped ? peer->mapped + peer->offset + put->toOffset : NULL;
 }
 
-static epRmaResult copyDirectly(epRmaColl *coll, epRmaOp *op, const epRmaPut *put, char *to) {
-  const char *from = put->from->base + put->fromOffset;
-  op->direct = true;
-  if (put->from->type == EP_RMA_PTR_HOST && put->to->type == EP_RMA_PTR_HOST) {
-    memmove(to, from, put->size);
-    op->copied = true;
-    return EP_RMA_OK;
-  }
-  epRmaResult rc = epRmaGpuTakeEvent(&coll->gpu, &op->event);
-  int stream = (op->lane->context->first + put->context) % EP_RMA_OUT_STREAMS;
-  return rc ? rc : epRmaGpuCopy(to, from, put->size, coll->gpu.out[stream], op->event);
-}
-
 epRmaResult epRmaPutIssue(epRmaContext *context, const epRmaPut *put, epRmaOp **out) {
   epRmaColl *coll = context->coll;
   epRmaResult rc = coll->error ? coll->error : checkPut(context, put);
@@ -292,15 +310,10 @@ epRmaResult epRmaPutIssue(epRmaContext *context, const epRmaPut *put, epRmaOp **
     context->created = op;
   }
   *op = (epRmaOp){.created = op->created, .lane = lane};
-  char *to = put->size > 0 ? reach(coll, put) : NULL;
-  if (to) rc = copyDirectly(coll, op, put, to);
-  if (rc) {
-    if (op->event) epRmaGpuGiveEvent(&coll->gpu, op->event);
-    op->event = NULL;
-    op->lane = NULL;
-    op->next = context->free;
-    context->free = op;
-    return epRmaNote(coll, rc);
+  op->direct = put->size > 0 ? reach(coll, put) : NULL;
+  if (op->direct && put->from->type == EP_RMA_PTR_HOST && put->to->type == EP_RMA_PTR_HOST) {
+    memmove(op->direct, put->from->base + put->fromOffset, put->size);
+    op->copied = true;
   }
   if (put->size > 0) {
     op->from = put->from, op->to = put->to;
@@ -315,6 +328,7 @@ epRmaResult epRmaPutIssue(epRmaContext *context, const epRmaPut *put, epRmaOp **
   else
     lane->head = op;
   lane->tail = op;
+  if (!lane->fresh) lane->fresh = op;
   activate(lane);
   *out = op;
   return EP_RMA_OK;

@@ -1,7 +1,7 @@
 /* The objects of the provider and the functions between its files. One mutex a communicator guards all of it: public calls
  * (entry.c) take it and enter the GPU, everything here runs inside.
  *
- *   put ──► lane (context, peer): first in, first out ──► GPU copy into the peer's mapped window, or
+ *   put ──► lane (context, peer): first in, first out ──► GPU copy into the peer's mapped window (neighbours in one), or
  *                                                          frames on the socket that the lane's context maps to
  *   signal ──► a frame behind the puts before it on the same lane and socket ──► the receiver adds and writes
  */
@@ -75,9 +75,9 @@ typedef struct epRmaOp {
   uint64_t fromOffset, toOffset, size, claimed;
   uint64_t signalOffset, signalValue;
   unsigned frames; /* queued, not yet written */
-  bool direct;     /* a copy of this GPU or CPU, done when its event is */
+  char *direct;    /* where a copy of this GPU or CPU puts it; NULL: frames do */
+  uint64_t number; /* of the submission that copies it (gpu.h); 0: none yet */
   bool copied, queued, done;
-  void *event;
 } epRmaOp;
 
 /* Operations of one context for one peer, in order. */
@@ -86,6 +86,7 @@ struct epRmaLane {
   uint32_t rank;
   unsigned inFlight;
   epRmaOp *head, *tail;
+  epRmaOp *fresh;  /* the first whose copy was not asked for */
   epRmaLane *next; /* lanes that have something to do */
   bool active;
 };
@@ -136,6 +137,9 @@ typedef struct epRmaSocket {
   size_t got; /* bytes of the frame so far, header included */
   int inFd;
   int inSlot;
+  char ahead[2048]; /* read in one go, not yet looked at: bytes aheadAt to aheadEnd */
+  size_t aheadAt, aheadEnd;
+  bool held; /* they wait for a slot or for other sockets' turns */
 } epRmaSocket;
 
 typedef struct {
@@ -160,7 +164,11 @@ struct epRmaColl {
   int contextCount;
   epRmaLane *activeHead, *activeTail;
   epRmaSocket *sending;
+  unsigned held; /* sockets */
+  epRmaGpuWord words[EP_RMA_WORDS]; /* signals that came in this turn */
+  int wordCount;
   uint64_t progressedAt; /* us */
+  uint64_t drivenAt;     /* us: when NCCL last called progress, which some of its callers never do */
   epRmaResult error;
 };
 
@@ -184,6 +192,7 @@ epRmaResult epRmaFail(epRmaColl *coll, epRmaResult error, const char *format, ..
     __attribute__((format(printf, 3, 4)));
 epRmaResult epRmaNote(epRmaColl *coll, epRmaResult error); /* the same for an error that is already in the log */
 epRmaResult epRmaProgress(epRmaColl *coll);
+bool epRmaIdle(epRmaColl *coll); /* nothing to do, and nothing came: outside the GPU */
 /* Lets others in and the CPU breathe between two looks. */
 void epRmaPause(epRmaColl *coll);
 
@@ -213,6 +222,7 @@ void epRmaWindowFreeAll(epRmaColl *coll);
 
 /* ---- signal.c -------------------------------------------------------------------------------------------------- */
 epRmaResult epRmaSignalApply(epRmaColl *coll, epRmaWindow *window, uint64_t offset, uint64_t value);
+epRmaResult epRmaSignalsWrite(epRmaColl *coll);
 
 /* ---- lane.c: operations ---------------------------------------------------------------------------------------- */
 epRmaResult epRmaContextCreate(epRmaColl *coll, int count, epRmaContext **out);

@@ -1,5 +1,5 @@
 /* Frames over one socket: a header of 32 bytes and up to a chunk of data, written from the ring and read by a small state
- * machine, both without waiting. Host memory is read and written in place; GPU memory passes through pinned slots. */
+ * machine, both without waiting and many by one call. Host memory is read and written in place; GPU memory passes through pinned slots. */
 #include <errno.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -8,7 +8,10 @@
 
 #include "rma.h"
 
-enum { RECEIVE_BUDGET = 4 << 20 }; /* bytes from one socket before others have their turn */
+enum {
+  RECEIVE_BUDGET = 4 << 20, /* bytes from one socket before others have their turn */
+  SEND_PARTS = 64
+};
 
 epRmaSocket *epRmaSocketOf(epRmaColl *coll, uint32_t rank, int context) {
   epRmaPeer *peer = coll->peers[rank];
@@ -28,38 +31,56 @@ void epRmaSocketPush(epRmaSocket *socket, const epRmaFrame *frame) {
 
 /* ---- sending --------------------------------------------------------------------------------------------------- */
 
-static ssize_t sendSome(epRmaSocket *from, epRmaFrame *frame, size_t total) {
-  struct iovec parts[2];
+static size_t totalOf(const epRmaFrame *frame) {
+  return sizeof(frame->header) + (frame->header.type == EP_RMA_FRAME_DATA ? frame->header.size : 0);
+}
+
+/* As many frames as are ready, by one call. A descriptor goes with the first byte of its frame, which stands alone. Sets *ready
+ * where there is anything to send. */
+static epRmaResult sendSome(epRmaSocket *from, ssize_t *sent, bool *ready) {
+  struct iovec parts[SEND_PARTS];
   union {
     struct cmsghdr header;
     char room[CMSG_SPACE(sizeof(int))];
   } control;
   struct msghdr message = {.msg_iov = parts};
-  if (from->sent < sizeof(frame->header)) {
-    parts[message.msg_iovlen++] =
-        (struct iovec){(char *)&frame->header + from->sent, sizeof(frame->header) - from->sent};
-    if (total > sizeof(frame->header))
-      parts[message.msg_iovlen++] = (struct iovec){(void *)(uintptr_t)frame->payload, total - sizeof(frame->header)};
-  } else {
-    size_t at = from->sent - sizeof(frame->header);
-    parts[message.msg_iovlen++] = (struct iovec){(void *)(uintptr_t)(frame->payload + at), total - from->sent};
+  for (unsigned at = from->head; at != from->tail && message.msg_iovlen + 2 <= SEND_PARTS; at++) {
+    epRmaFrame *frame = &from->ring[at % EP_RMA_RING];
+    size_t had = at == from->head ? from->sent : 0, header = sizeof(frame->header), total = totalOf(frame);
+    if (frame->fd >= 0 && at != from->head) break;
+    if (frame->slot >= 0 && had == 0) {
+      bool done = false;
+      epRmaResult rc = epRmaGpuDone(from->coll->leaving.events[frame->slot], &done);
+      if (rc) return rc;
+      if (!done) break;
+    }
+    if (had < header) parts[message.msg_iovlen++] = (struct iovec){(char *)&frame->header + had, header - had};
+    if (had < header) had = header;
+    if (total > had)
+      parts[message.msg_iovlen++] = (struct iovec){(void *)(uintptr_t)(frame->payload + (had - header)), total - had};
+    if (frame->fd < 0) continue;
+    if (from->sent == 0) {
+      memset(&control, 0, sizeof(control));
+      message.msg_control = &control, message.msg_controllen = sizeof(control.room);
+      control.header.cmsg_level = SOL_SOCKET, control.header.cmsg_type = SCM_RIGHTS;
+      control.header.cmsg_len = CMSG_LEN(sizeof(int));
+      memcpy(CMSG_DATA(&control.header), &frame->fd, sizeof(int));
+    }
+    break;
   }
-  if (frame->fd >= 0 && from->sent == 0) {
-    memset(&control, 0, sizeof(control));
-    message.msg_control = &control, message.msg_controllen = sizeof(control.room);
-    control.header.cmsg_level = SOL_SOCKET, control.header.cmsg_type = SCM_RIGHTS;
-    control.header.cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(&control.header), &frame->fd, sizeof(int));
-  }
-  return sendmsg(from->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  *ready = message.msg_iovlen > 0;
+  if (*ready) *sent = sendmsg(from->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  return EP_RMA_OK;
 }
 
+/* The first frame is sent, or given up; bytes sent beyond it are the next one's. */
 static void frameDone(epRmaSocket *from, epRmaFrame *frame) {
+  size_t total = totalOf(frame);
+  from->sent = from->sent > total ? from->sent - total : 0;
   if (frame->slot >= 0) from->coll->leaving.busy[frame->slot] = false;
   if (frame->fd >= 0) close(frame->fd);
   if (frame->op) epRmaOpFrameSent(frame->op);
   from->head++;
-  from->sent = 0;
 }
 
 epRmaResult epRmaSocketSend(epRmaSocket *from) {
@@ -69,18 +90,14 @@ epRmaResult epRmaSocketSend(epRmaSocket *from) {
     epRmaSocketPush(from, &(epRmaFrame){{EP_RMA_FRAME_BYE_SEEN, 0, 0, 0, 0}, NULL, -1, -1, NULL});
   }
   while (from->fd >= 0 && from->head != from->tail) {
-    epRmaFrame *frame = &from->ring[from->head % EP_RMA_RING];
-    size_t total = sizeof(frame->header) + (frame->header.type == EP_RMA_FRAME_DATA ? frame->header.size : 0);
-    if (frame->slot >= 0 && from->sent == 0) {
-      bool done = false;
-      epRmaResult rc = epRmaGpuDone(from->coll->leaving.events[frame->slot], &done);
-      if (rc) return epRmaNote(coll, rc);
-      if (!done) {
-        from->movedAt = epRmaMilliseconds();
-        return EP_RMA_OK;
-      }
+    ssize_t sent = 0;
+    bool ready = false;
+    epRmaResult rc = sendSome(from, &sent, &ready);
+    if (rc) return epRmaNote(coll, rc);
+    if (!ready) {
+      from->movedAt = epRmaMilliseconds();
+      return EP_RMA_OK;
     }
-    ssize_t sent = sendSome(from, frame, total);
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && errno != EAGAIN && from->byeSeen) { /* it left, as it had said */
       epRmaSocketClose(from);
@@ -96,14 +113,15 @@ epRmaResult epRmaSocketSend(epRmaSocket *from) {
     if (sent < 0) return EP_RMA_OK;
     from->movedAt = now;
     from->sent += (size_t)sent;
-    if (from->sent == total) frameDone(from, frame);
+    while (from->head != from->tail && from->sent >= totalOf(&from->ring[from->head % EP_RMA_RING]))
+      frameDone(from, &from->ring[from->head % EP_RMA_RING]);
   }
   return EP_RMA_OK;
 }
 
 /* ---- receiving ------------------------------------------------------------------------------------------------- */
 
-static ssize_t receiveSome(epRmaSocket *to, void *at, size_t bytes) {
+static ssize_t receiveInto(epRmaSocket *to, void *at, size_t bytes) {
   struct iovec part = {at, bytes};
   union {
     struct cmsghdr header;
@@ -122,6 +140,20 @@ static ssize_t receiveSome(epRmaSocket *to, void *at, size_t bytes) {
   return got;
 }
 
+/* Small frames are read many at once. No read goes past a descriptor, so there is one for the frames looked at before the next. */
+static ssize_t receiveSome(epRmaSocket *to, void *at, size_t bytes) {
+  if (to->aheadAt == to->aheadEnd) {
+    if (bytes >= sizeof(to->ahead)) return receiveInto(to, at, bytes);
+    ssize_t got = receiveInto(to, to->ahead, sizeof(to->ahead));
+    if (got <= 0) return got;
+    to->aheadAt = 0, to->aheadEnd = (size_t)got;
+  }
+  size_t left = to->aheadEnd - to->aheadAt, got = bytes < left ? bytes : left;
+  memcpy(at, to->ahead + to->aheadAt, got);
+  to->aheadAt += got;
+  return (ssize_t)got;
+}
+
 /* A frame without data. */
 static epRmaResult control(epRmaSocket *to) {
   epRmaColl *coll = to->coll;
@@ -133,8 +165,9 @@ static epRmaResult control(epRmaSocket *to) {
     if (!rc && window) rc = epRmaSignalApply(coll, window, to->in.offset, to->in.value);
     break;
   case EP_RMA_FRAME_WINDOW:
-    rc = epRmaWindowSeen(coll, to->rank, &to->in, to->inFd);
-    to->inFd = -1;
+    /* Frames before it may have been read together with its descriptor. */
+    rc = epRmaWindowSeen(coll, to->rank, &to->in, to->in.value ? to->inFd : -1);
+    if (to->in.value) to->inFd = -1;
     break;
   case EP_RMA_FRAME_BYE:
     to->byeSeen = to->byeOwed = true;
@@ -147,8 +180,6 @@ static epRmaResult control(epRmaSocket *to) {
     rc = epRmaFail(coll, EP_RMA_REMOTE_ERROR, "rank %u sent a frame of unknown type %#x", to->rank, to->in.type);
   }
   to->got = 0;
-  if (to->inFd >= 0) close(to->inFd); /* not asked for */
-  to->inFd = -1;
   return rc;
 }
 
@@ -188,7 +219,7 @@ static epRmaResult dataDone(epRmaSocket *to, epRmaWindow *window) {
   return rc ? epRmaNote(to->coll, rc) : EP_RMA_OK;
 }
 
-epRmaResult epRmaSocketReceive(epRmaSocket *to) {
+static epRmaResult receiveAll(epRmaSocket *to) {
   epRmaColl *coll = to->coll;
   char discarded[4096];
   for (size_t budget = RECEIVE_BUDGET; to->fd >= 0;) {
@@ -224,6 +255,14 @@ epRmaResult epRmaSocketReceive(epRmaSocket *to) {
     if (rc) return rc;
   }
   return EP_RMA_OK;
+}
+
+epRmaResult epRmaSocketReceive(epRmaSocket *to) {
+  epRmaResult rc = receiveAll(to);
+  bool held = to->fd >= 0 && to->aheadAt < to->aheadEnd; /* what the kernel will not tell us of again */
+  to->coll->held += (unsigned)held - (unsigned)to->held;
+  to->held = held;
+  return rc;
 }
 
 void epRmaSocketClose(epRmaSocket *socket) {

@@ -215,7 +215,7 @@ epRmaResult epRmaWindowDeregister(epRmaWindow *window) {
   if (window->uses > 0) epRmaOpsForget(window); /* of a broken communicator: they go no further */
   /* What arrived may still be on its way from the staging; copies that left may read it, or write to a peer's. */
   if (window->type == EP_RMA_PTR_CUDA) rc = epRmaGpuSync(coll->gpu.in);
-  for (int i = 0; !rc && coll->gpu.ready && i < EP_RMA_OUT_STREAMS; i++) rc = epRmaGpuSync(coll->gpu.out[i]);
+  for (int i = 0; !rc && coll->gpu.ready && i < EP_RMA_OUT_STREAMS; i++) rc = epRmaGpuSync(coll->gpu.out[i].stream);
   freeWindow(coll, window);
   return rc ? epRmaNote(coll, rc) : EP_RMA_OK;
 }

@@ -237,13 +237,23 @@ CALL(cuMemcpyAsync, ptr to, ptr from, size_t bytes, void *on) {
   if (rc) free(what.snapshot);
   return unlock(rc);
 }
-CALL(cuStreamWriteValue64_v2, void *on, ptr to, uint64_t word, unsigned flags) {
+typedef struct {
+  int type;
+  ptr to;
+  uint64_t word;
+  uint64_t rest[3];
+} writeOperation;
+CALL(cuStreamBatchMemOp_v2, void *on, unsigned count, writeOperation *operations, unsigned flags) {
   NEED_CONTEXT();
   MAY_FAIL();
-  (void)flags;
+  if (flags || !count || count > 256) return INVALID;
+  for (unsigned i = 0; i < count; i++)
+    if (operations[i].type != 5 || operations[i].to % 8) return INVALID;
   lock();
   /* Nobody asks for an event after a signal: it is done by and by. */
-  int rc = enqueue(on, (work){.to = (char *)to, .word = word});
+  int rc = OK;
+  for (unsigned i = 0; rc == OK && i < count; i++)
+    rc = enqueue(on, (work){.to = (char *)operations[i].to, .word = operations[i].word});
   stream *of = on;
   while (rc == OK && of->head && roll() % 8) doOne(of);
   while (rc == OK && of->head) doOne(of);
