@@ -8,9 +8,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "check.h"
 #include "failure.h"
+#include "spread.h"
 
 enum { HIDDEN = 1024, EXPERTS_A_RANK = 8, TOPK = 4, ALIGN = 16 };
 
@@ -21,7 +23,15 @@ typedef struct side {
   epLayer *layer[2]; /* by layout: flat, expert-major */
   uint32_t scaleUp, maxTokens, *low, *high;
   unsigned runs;
+  double ms[2], most[2]; /* of the calls of forward and of backward: sum, largest; and of the whole */
+  double whole;
 } side;
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
+}
 
 static int openLayers(epPort *port, void *context) {
   side *s = context;
@@ -54,24 +64,44 @@ static int settle(epLayer *layer, const epCheckCase *what) {
   return epPortSync(layer->port) || epCheckErrors(layer, what) || epLayerCheckGuards(layer) ? -1 : 0;
 }
 
-static int forward(epLayer *layer, const epCheckCase *what) {
+/* From when all ranks are ready until this one's stream is idle. */
+static int timed(side *s, epLayer *layer, int pass) {
+  if (epPortSync(layer->port) || epPortBarrier(layer->port)) return -1;
+  double start = now();
+  if ((pass ? epLayerDispatch(layer, 1) : epLayerCalls(layer, EP_PART_UPDATE | EP_PART_DISPATCH, 0)) ||
+      epLayerCombine(layer, pass) || epPortSync(layer->port))
+    return -1;
+  double took = now() - start;
+  s->ms[pass] += took;
+  if (took > s->most[pass]) s->most[pass] = took;
+  return 0;
+}
+
+static int forward(side *s, epLayer *layer, const epCheckCase *what) {
   uint32_t rank = (uint32_t)layer->port->rank;
   return epLayerSetIndices(layer, 0, what->routing->idx[rank], what->routing->tokens[rank]) ||
                  epCheckUploadTokens(layer, what, EP_DATA_TOKEN) || epCheckUploadOutputs(layer, what) ||
-                 epLayerPrefill(layer) || epPortBarrier(layer->port) ||
-                 epLayerCalls(layer, EP_PART_UPDATE | EP_PART_DISPATCH, 0) || epLayerCombine(layer, 0) ||
-                 settle(layer, what) || epCheckCounts(layer, what) ||
+                 epLayerPrefill(layer) || timed(s, layer, 0) || settle(layer, what) || epCheckCounts(layer, what) ||
                  epCheckDispatch(layer, what, EP_DATA_TOKEN, 0, NULL) || epCheckCombine(layer, what, 0, NULL)
              ? -1
              : 0;
 }
 
-static int backward(epLayer *layer, const epCheckCase *what) {
-  return epCheckUploadTokens(layer, what, EP_DATA_GRADIENT) || epLayerPrefill(layer) || epPortBarrier(layer->port) ||
-                 epLayerDispatch(layer, 1) || epLayerCombine(layer, 1) || settle(layer, what) ||
-                 epCheckDispatch(layer, what, EP_DATA_GRADIENT, 1, NULL) || epCheckCombine(layer, what, 1, NULL)
+static int backward(side *s, epLayer *layer, const epCheckCase *what) {
+  return epCheckUploadTokens(layer, what, EP_DATA_GRADIENT) || epLayerPrefill(layer) || timed(s, layer, 1) ||
+                 settle(layer, what) || epCheckDispatch(layer, what, EP_DATA_GRADIENT, 1, NULL) ||
+                 epCheckCombine(layer, what, 1, NULL)
              ? -1
              : 0;
+}
+
+/* T is drawn, but none, all, and none beside all certainly come, in either layout. */
+static void drawTokens(side *s, uint32_t ranks) {
+  for (uint32_t r = 0; r < ranks; r++) {
+    unsigned round = s->runs / 2;
+    s->low[r] = round == 1 || (round == 2 && (r + s->runs) % 2) ? s->maxTokens : 0;
+    s->high[r] = round == 0 || (round == 2 && !s->low[r]) ? 0 : s->maxTokens;
+  }
 }
 
 /* One routing of the layout that is due. */
@@ -86,6 +116,7 @@ static int turn(epPort *port, void *context) {
                        .tokensLow = s->low,
                        .tokensHigh = s->high};
   epRouting routing;
+  double start = now();
   epRefRouting in = {.ranks = route.ranks,
                      .experts = route.experts,
                      .topk = TOPK,
@@ -95,6 +126,7 @@ static int turn(epPort *port, void *context) {
                      .maxTokens = s->maxTokens};
   epRef *ref = NULL;
   int rc;
+  drawTokens(s, route.ranks);
   if (epRoutingMake(&route, epDataHash(7, s->runs, s->scaleUp), &routing)) return -1;
   in.tokens = routing.tokens;
   in.topkIdx = (const int64_t *const *)routing.idx;
@@ -103,11 +135,20 @@ static int turn(epPort *port, void *context) {
     epToolFail("reference: %s", strerror(rc));
   } else {
     epCheckCase what = {ref, &routing, s->runs, s->scaleUp};
-    rc = forward(layer, &what) || backward(layer, &what);
+    rc = forward(s, layer, &what) || backward(s, layer, &what);
   }
   epRefDestroy(ref);
   epRoutingFree(&routing);
+  s->whole += now() - start;
   return rc ? -1 : 0;
+}
+
+static void tell(const side *s) {
+  if (s->runs)
+    printf(
+        "%s: %u rounds, %.0f ms each; of these the calls, until the stream was idle: forward %.2f ms (at most %.2f), "
+        "backward %.2f (%.2f)\n",
+        s->name, s->runs, s->whole / s->runs, s->ms[0] / s->runs, s->most[0], s->ms[1] / s->runs, s->most[1]);
 }
 
 static int openSide(side *s, const epFabricOptions *options) {
@@ -117,7 +158,6 @@ static int openSide(side *s, const epFabricOptions *options) {
   s->low = calloc(ranks, sizeof(*s->low));
   s->high = calloc(ranks, sizeof(*s->high));
   if (!s->low || !s->high) return epToolFail("out of host memory");
-  for (uint32_t i = 0; i < ranks; i++) s->high[i] = s->maxTokens;
   return epFabricRun(s->fabric, openLayers, s);
 }
 
@@ -142,6 +182,7 @@ int main(int argc, char **argv) {
     fprintf(stderr, "usage: NCCL_LSA_TEAM_SIZE=U RANK=… WORLD_SIZE=… hybrid_gpu_check [ITERATIONS [TOKENS]]\n");
     return 2;
   }
+  epSpreadShare((unsigned)ranks);
   all.scaleUp = up;
   all.scaleOut = (unsigned)ranks / up;
   alone.scaleUp = alone.scaleOut = 1;
@@ -150,12 +191,17 @@ int main(int argc, char **argv) {
   unsetenv("RANK");
   unsetenv("WORLD_SIZE");
   if (openSide(&plain, &alone)) goto done;
-  for (int i = 0; i < iterations; i++, hybrid.runs++, plain.runs++)
+  for (int i = 0; i < iterations; i++, hybrid.runs++, plain.runs++) {
     if (epFabricRun(hybrid.fabric, turn, &hybrid) || epFabricRun(plain.fabric, turn, &plain)) goto done;
+    if (i % 10 == 9) printf("# %d rounds, %.1f s\n", i + 1, (hybrid.whole + plain.whole) / 1e3);
+    fflush(stdout);
+  }
   rc = 0;
 done:
   rc |= closeSide(&plain) | closeSide(&hybrid) ? 1 : 0;
   rc |= epToolFailures() != 0;
+  tell(&hybrid);
+  tell(&plain);
   printf("%s: %u hybrid and %u plain rounds of %d: %s\n", hybrid.name, hybrid.runs, plain.runs, iterations,
          rc ? "FAILED" : "every byte exact");
   return rc;

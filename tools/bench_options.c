@@ -11,6 +11,7 @@
 #include "bootstrap.h"
 #include "bugs.h"
 #include "failure.h"
+#include "spread.h"
 #include "option_number.h"
 
 #define RUN_RANKS 1024u
@@ -523,6 +524,7 @@ int epBenchResolve(epBenchOptions *o) {
              : launched        ? (uint32_t)launched
                                : (uint32_t)gpus;
   if (!o->ranks) return epToolFail("--backend cuda: the driver finds no GPU");
+  if (cuda) epSpreadShare(o->ranks); /* an emulated rank is a thread, and its fabric may use all cores */
   if (cuda && o->bugText) return epToolFail("--bug %s: faults are planted on the emulated fabric only", o->bugText);
   if (cuda && o->fabric.emuNoBulk)
     return epToolFail("--no-bulk: the emulated fabric's only: a GPU has bulk copies from SM90 on");

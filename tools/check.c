@@ -11,14 +11,37 @@
 #include <xxhash.h>
 
 #include "failure.h"
+#include "spread.h"
 
-#define UPLOAD_ROWS 1024u
+#define UPLOAD_ROWS 4096u
 
 static void take(uint64_t *hash, const void *data, size_t bytes) {
   if (hash) *hash = XXH3_64bits_withSeed(data, bytes, *hash);
 }
 
 /* ---- Inputs ----------------------------------------------------------------------------------------------------- */
+
+typedef struct tokenRows {
+  const epLayerConfig *config;
+  const epCheckCase *what;
+  epDataKind kind;
+  uint32_t rank;
+  unsigned char *rows, *scales;
+  float *weights;
+} tokenRows;
+
+static void makeTokens(void *context, unsigned part, uint64_t first, uint64_t end) {
+  const tokenRows *m = context;
+  const epLayerConfig *c = m->config;
+  size_t row = epLayerRowBytes(c), scales = epLayerScaleBytes(c);
+  (void)part;
+  for (uint64_t t = first; t < end; t++) {
+    epDataScales(m->what->seed, m->kind, m->rank, t, m->scales + t * scales, (uint32_t)scales);
+    epDataRow(c->type, m->what->seed, m->kind, m->rank, t, m->rows + t * row, c->hidden);
+    for (uint32_t k = 0; k < c->topk; k++)
+      m->weights[t * c->topk + k] = epDataWeight(m->what->seed, EP_DATA_WEIGHT, m->rank, t, k);
+  }
+}
 
 int epCheckUploadTokens(epLayer *layer, const epCheckCase *what, epDataKind kind) {
   const epLayerConfig *c = &layer->config;
@@ -31,12 +54,8 @@ int epCheckUploadTokens(epLayer *layer, const epCheckCase *what, epDataKind kind
     epToolFail("out of host memory");
     goto done;
   }
-  for (uint32_t t = 0; t < tokens; t++) {
-    epDataScales(what->seed, kind, rank, t, scaleRows + t * scales, (uint32_t)scales);
-    epDataRow(c->type, what->seed, kind, rank, t, rows + t * row, c->hidden);
-    for (uint32_t k = 0; k < c->topk; k++)
-      weights[(size_t)t * c->topk + k] = epDataWeight(what->seed, EP_DATA_WEIGHT, rank, t, k);
-  }
+  tokenRows make = {c, what, kind, rank, rows, scaleRows, weights};
+  epSpread(tokens, makeTokens, &make);
   rc = epPortCopy(layer->port, layer->inTokens.data, rows, tokens * row) ||
        epPortCopy(layer->port, layer->inWeights.data, weights, (size_t)tokens * c->topk * sizeof(*weights)) ||
        (scales && epPortCopy(layer->port, layer->inScales.data, scaleRows, tokens * scales));
@@ -47,7 +66,6 @@ done:
   return rc ? -1 : 0;
 }
 
-/* Padding rows are NaN: combine must not look at them. */
 /* The rows that combine's sums start from. */
 static int uploadBias(epLayer *layer, const epCheckCase *what) {
   const epLayerConfig *c = &layer->config;
@@ -64,6 +82,34 @@ static int uploadBias(epLayer *layer, const epCheckCase *what) {
   return rc;
 }
 
+typedef struct outputRows {
+  const epLayerConfig *config;
+  const epCheckCase *what;
+  uint32_t rank;
+  uint64_t first; /* row of the first that is made */
+  unsigned char *rows;
+  float *weights;
+} outputRows;
+
+/* Padding rows are NaN: combine must not look at them. */
+static void makeOutputs(void *context, unsigned part, uint64_t first, uint64_t end) {
+  const outputRows *m = context;
+  const epLayerConfig *c = m->config;
+  uint32_t perRow = epLayerRowWeights(c);
+  size_t row = epLayerCombineRowBytes(c);
+  (void)part;
+  for (uint64_t i = first; i < end; i++) {
+    uint64_t at = m->first + i;
+    int padding = m->what->ref->rank[m->rank].row[at].source < 0;
+    if (padding)
+      memset(m->rows + i * row, EP_FILL_NAN, row);
+    else
+      epDataRow(c->combineType, m->what->seed, EP_DATA_OUTPUT, m->rank, at, m->rows + i * row, c->hidden);
+    for (uint32_t k = 0; k < perRow; k++)
+      m->weights[i * perRow + k] = padding ? NAN : epDataWeight(m->what->seed, EP_DATA_GRAD_WEIGHT, m->rank, at, k);
+  }
+}
+
 int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what) {
   const epLayerConfig *c = &layer->config;
   uint32_t rank = (uint32_t)layer->port->rank, perRow = epLayerRowWeights(c);
@@ -78,15 +124,8 @@ int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what) {
   }
   for (uint64_t first = 0; first < mine->rows; first += UPLOAD_ROWS) {
     size_t count = mine->rows - first < UPLOAD_ROWS ? (size_t)(mine->rows - first) : UPLOAD_ROWS;
-    for (size_t i = 0; i < count; i++) {
-      int padding = mine->row[first + i].source < 0;
-      if (padding)
-        memset(rows + i * row, EP_FILL_NAN, row);
-      else
-        epDataRow(c->combineType, what->seed, EP_DATA_OUTPUT, rank, first + i, rows + i * row, c->hidden);
-      for (uint32_t k = 0; k < perRow; k++)
-        weights[i * perRow + k] = padding ? NAN : epDataWeight(what->seed, EP_DATA_GRAD_WEIGHT, rank, first + i, k);
-    }
+    outputRows make = {c, what, rank, first, rows, weights};
+    epSpread(count, makeOutputs, &make);
     if (epPortCopy(layer->port, layer->expertOut.data + first * row, rows, count * row) ||
         (c->backward && epPortCopy(layer->port, layer->expertWeights.data + first * perRow * sizeof(*weights), weights,
                                    count * perRow * sizeof(*weights))))
@@ -142,19 +181,43 @@ static void compareRow(comparison *c, uint64_t row, epRefRow from, const void *g
   noteRow(c, row, origin, got, want, bytes, element);
 }
 
+/* What the parts of a loop found, in their order. */
+static void gather(comparison *all, const comparison *parts, unsigned count) {
+  for (unsigned p = 0; p < count; p++) {
+    if (!all->wrongRows && parts[p].wrongRows) memcpy(all->first, parts[p].first, sizeof(all->first));
+    all->wrongRows += parts[p].wrongRows;
+  }
+}
+
+typedef struct fillRows {
+  comparison part[EP_SPREAD_MOST];
+  const unsigned char *got;
+  uint64_t first;
+  size_t bytes, element;
+  int fill;
+} fillRows;
+
+static void compareFilled(void *context, unsigned part, uint64_t first, uint64_t end) {
+  fillRows *f = context;
+  unsigned char want[8];
+  memset(want, f->fill, sizeof(want));
+  for (uint64_t row = f->first + first; row < f->first + end; row++) {
+    const unsigned char *got = f->got + row * f->bytes;
+    size_t at = 0;
+    while (at + sizeof(want) <= f->bytes && !memcmp(got + at, want, sizeof(want))) at += sizeof(want);
+    while (at < f->bytes && got[at] == f->fill) at++;
+    if (at == f->bytes) continue;
+    char origin[64];
+    snprintf(origin, sizeof(origin), "beyond the received rows, column %zu", at / f->element);
+    noteRow(&f->part[part], row, origin, got + at / f->element * f->element, want, f->element, f->element);
+  }
+}
+
 /* Rows that nobody may touch still hold what they were filled with. */
 static void compareFill(comparison *c, const unsigned char *got, uint64_t first, uint64_t end, size_t bytes, int fill,
                         size_t element) {
-  unsigned char want[8];
-  memset(want, fill, sizeof(want));
-  for (uint64_t row = first; row < end; row++)
-    for (size_t at = 0; at < bytes; at++)
-      if (got[row * bytes + at] != fill) {
-        char origin[64];
-        snprintf(origin, sizeof(origin), "beyond the received rows, column %zu", at / element);
-        noteRow(c, row, origin, got + row * bytes + at / element * element, want, element, element);
-        break;
-      }
+  fillRows all = {.got = got, .first = first, .bytes = bytes, .element = element, .fill = fill};
+  if (end > first) gather(c, all.part, epSpread(end - first, compareFilled, &all));
 }
 
 static void conclude(const comparison *c, uint64_t rows) {
@@ -163,23 +226,41 @@ static void conclude(const comparison *c, uint64_t rows) {
                (unsigned long long)c->wrongRows, (unsigned long long)rows);
 }
 
+typedef struct dispatchedRows {
+  comparison part[EP_SPREAD_MOST];
+  const epLayerConfig *config;
+  const epCheckCase *what;
+  epDataKind kind;
+  uint32_t rank;
+  const unsigned char *got;
+  unsigned char *want; /* a row for each part */
+} dispatchedRows;
+
+static void compareDispatched(void *context, unsigned part, uint64_t first, uint64_t end) {
+  dispatchedRows *d = context;
+  const epLayerConfig *c = d->config;
+  size_t row = epLayerRowBytes(c);
+  unsigned char *want = d->want + part * row;
+  for (uint64_t i = first; i < end; i++) {
+    epRefRow from = d->what->ref->rank[d->rank].row[i];
+    if (from.source < 0)
+      memset(want, c->noZeroPad || from.source == EP_REF_UNUSED ? EP_FILL_BYTE : 0, row);
+    else
+      epDataRow(c->type, d->what->seed, d->kind, (uint32_t)from.source, (uint64_t)from.token, want, c->hidden);
+    compareRow(&d->part[part], i, from, d->got + i * row, want, row, epRefTypeBytes(c->type));
+  }
+}
+
 static void dispatchTokens(epLayer *layer, const epCheckCase *what, epDataKind kind, int backward,
                            const unsigned char *got, unsigned char *want) {
   const epLayerConfig *c = &layer->config;
   uint32_t rank = (uint32_t)layer->port->rank;
-  const epRefRank *mine = &what->ref->rank[rank];
+  uint64_t rows = what->ref->rank[rank].rows;
   comparison cmp = {.rank = layer->port->rank, .tensor = backward ? "dispatch (backward): tokens" : "dispatch: tokens"};
-  size_t row = epLayerRowBytes(c);
-  for (uint64_t i = 0; i < mine->rows; i++) {
-    epRefRow from = mine->row[i];
-    if (from.source < 0)
-      memset(want, c->noZeroPad || from.source == EP_REF_UNUSED ? EP_FILL_BYTE : 0, row);
-    else
-      epDataRow(c->type, what->seed, kind, (uint32_t)from.source, (uint64_t)from.token, want, c->hidden);
-    compareRow(&cmp, i, from, got + i * row, want, row, epRefTypeBytes(c->type));
-  }
-  compareFill(&cmp, got, mine->rows, c->capacity, row, EP_FILL_BYTE, epRefTypeBytes(c->type));
-  conclude(&cmp, mine->rows);
+  dispatchedRows all = {.config = c, .what = what, .kind = kind, .rank = rank, .got = got, .want = want};
+  gather(&cmp, all.part, epSpread(rows, compareDispatched, &all));
+  compareFill(&cmp, got, rows, c->capacity, epLayerRowBytes(c), EP_FILL_BYTE, epRefTypeBytes(c->type));
+  conclude(&cmp, rows);
 }
 
 /* Compares the rows, and blanks what it has compared: then nothing but the fill may be left, between columns too. */
@@ -272,7 +353,7 @@ static void dispatchPlaces(epLayer *layer, const epCheckCase *what, const int32_
 int epCheckDispatch(epLayer *layer, const epCheckCase *what, epDataKind kind, int backward, uint64_t *hash) {
   const epLayerConfig *c = &layer->config;
   void *tokens = NULL, *weights = NULL, *idx = NULL, *scales = NULL;
-  void *want = malloc(epLayerRowBytes(c) + 2 * epLayerScaleBytes(c) + 8);
+  void *want = malloc(EP_SPREAD_MOST * epLayerRowBytes(c) + 2 * epLayerScaleBytes(c) + 8);
   int rc = -1;
   if (!want) {
     epToolFail("out of host memory");
@@ -319,18 +400,32 @@ static void equaliseNan(epRefType type, uint32_t hidden, const void *got, void *
       memcpy((char *)want + h * bytes, (const char *)got + h * bytes, bytes);
 }
 
-static void combineTokens(epLayer *layer, const epCheckCase *what, int backward, const unsigned char *got,
-                          unsigned char *work, float *scratch) {
-  const epLayerConfig *c = &layer->config;
-  uint32_t rank = (uint32_t)layer->port->rank, tokens = what->routing->tokens[rank];
+typedef struct combinedRows {
+  comparison part[EP_SPREAD_MOST];
+  const epLayerConfig *config;
+  const epCheckCase *what;
+  uint32_t rank;
+  const unsigned char *got;
+  int failed; /* a part had no memory */
+} combinedRows;
+
+static void compareCombined(void *context, unsigned part, uint64_t first, uint64_t end) {
+  combinedRows *d = context;
+  const epLayerConfig *c = d->config;
+  const epCheckCase *what = d->what;
+  uint32_t rank = d->rank;
   epRefCombine how = {
       .type = c->combineType, .hidden = c->hidden, .scaleUp = what->scaleUp, .multipleReductions = !c->single};
-  comparison cmp = {.rank = layer->port->rank, .tensor = backward ? "combine (backward): tokens" : "combine: tokens"};
   size_t row = epLayerCombineRowBytes(c), element = epRefTypeBytes(c->combineType);
-  unsigned char *want = work + c->topk * row, *bias = want + row;
+  unsigned char *work = malloc((c->topk + 3) * row), *want = work + c->topk * row, *bias = want + row;
+  float *scratch = malloc(4ull * c->hidden * sizeof(*scratch));
+  if (!work || !scratch) {
+    __atomic_store_n(&d->failed, 1, __ATOMIC_RELAXED);
+    goto done;
+  }
   how.bias0 = c->bias > 0 ? bias : NULL;
   how.bias1 = c->bias > 1 ? bias + row : NULL;
-  for (uint32_t t = 0; t < tokens; t++) {
+  for (uint32_t t = (uint32_t)first; t < end; t++) {
     const void *rows[32] = {NULL};
     float weights[32];
     how.weights = c->layout == EP_REF_EXPERT_MAJOR_3D ? weights : NULL;
@@ -345,11 +440,24 @@ static void combineTokens(epLayer *layer, const epCheckCase *what, int backward,
     for (uint32_t b = 0; b < c->bias; b++)
       epDataRow(c->combineType, what->seed, (epDataKind)(EP_DATA_BIAS + b), rank, t, bias + b * row, c->hidden);
     epRefCombineToken(what->ref, &how, rank, t, rows, scratch, want);
-    equaliseNan(c->combineType, c->hidden, got + t * row, want);
-    compareRow(&cmp, t, (epRefRow){(int32_t)rank, (int32_t)t, -1}, got + t * row, want, row, element);
+    if (memcmp(d->got + t * row, want, row)) equaliseNan(c->combineType, c->hidden, d->got + t * row, want);
+    compareRow(&d->part[part], t, (epRefRow){(int32_t)rank, (int32_t)t, -1}, d->got + t * row, want, row, element);
   }
-  compareFill(&cmp, got, tokens, c->maxTokens, row, EP_FILL_NAN, element);
+done:
+  free(work);
+  free(scratch);
+}
+
+static int combineTokens(epLayer *layer, const epCheckCase *what, int backward, const unsigned char *got) {
+  const epLayerConfig *c = &layer->config;
+  uint32_t rank = (uint32_t)layer->port->rank, tokens = what->routing->tokens[rank];
+  comparison cmp = {.rank = layer->port->rank, .tensor = backward ? "combine (backward): tokens" : "combine: tokens"};
+  combinedRows all = {.config = c, .what = what, .rank = rank, .got = got};
+  gather(&cmp, all.part, epSpread(tokens, compareCombined, &all));
+  if (all.failed) return epToolFail("out of host memory");
+  compareFill(&cmp, got, tokens, c->maxTokens, epLayerCombineRowBytes(c), EP_FILL_NAN, epRefTypeBytes(c->combineType));
   conclude(&cmp, tokens);
+  return 0;
 }
 
 static void combineWeights(epLayer *layer, const epCheckCase *what, const float *got) {
@@ -373,17 +481,9 @@ static void combineWeights(epLayer *layer, const epCheckCase *what, const float 
 }
 
 int epCheckCombine(epLayer *layer, const epCheckCase *what, int backward, uint64_t *hash) {
-  const epLayerConfig *c = &layer->config;
   void *y = NULL, *weights = NULL;
-  unsigned char *work = malloc((c->topk + 3) * epLayerCombineRowBytes(c));
-  float *scratch = malloc(4ull * c->hidden * sizeof(*scratch));
   int rc = -1;
-  if (!work || !scratch) {
-    epToolFail("out of host memory");
-    goto done;
-  }
-  if (epLayerRead(layer, &layer->y, layer->y.bytes, &y)) goto done;
-  combineTokens(layer, what, backward, y, work, scratch);
+  if (epLayerRead(layer, &layer->y, layer->y.bytes, &y) || combineTokens(layer, what, backward, y)) goto done;
   take(hash, y, layer->y.bytes);
   if (backward) {
     if (epLayerRead(layer, &layer->yWeights, layer->yWeights.bytes, &weights)) goto done;
@@ -394,8 +494,6 @@ int epCheckCombine(epLayer *layer, const epCheckCase *what, int backward, uint64
 done:
   free(y);
   free(weights);
-  free(work);
-  free(scratch);
   return rc;
 }
 

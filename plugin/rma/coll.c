@@ -110,7 +110,8 @@ fail:
 
 bool epRmaIdle(epRmaColl *coll) {
   struct epoll_event event;
-  return !coll->error && !coll->activeHead && !coll->sending && !coll->held && epoll_wait(coll->epoll, &event, 1, 0) == 0;
+  return !coll->error && !coll->activeHead && !coll->sending && !coll->held &&
+         epoll_wait(coll->epoll, &event, 1, 0) == 0;
 }
 
 /* Sockets of which something was read that had to wait. */

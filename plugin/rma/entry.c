@@ -321,8 +321,7 @@ static epRmaResult test(void *collComm, void *request, int *done) {
   epRmaColl *coll = collComm;
   /* NCCL asks for everything in flight at every turn of its progress thread: mostly the answer takes no lock. */
   if (!epRmaOpLooksDone(request) && !__atomic_load_n(&coll->error, __ATOMIC_RELAXED) &&
-      (driven(coll) ||
-       epRmaMicroseconds() - __atomic_load_n(&coll->progressedAt, __ATOMIC_RELAXED) <= IDLE_US))
+      (driven(coll) || epRmaMicroseconds() - __atomic_load_n(&coll->progressedAt, __ATOMIC_RELAXED) <= IDLE_US))
     return EP_RMA_OK;
   lockProgress(coll);
   epRmaResult rc = epRmaOpTest(request, &finished);

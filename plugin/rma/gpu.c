@@ -281,8 +281,7 @@ epRmaResult epRmaGpuWriteWords(epRmaGpu *gpu, const epRmaGpuWord *words, int cou
   writeOperation operations[EP_RMA_WORDS];
   if (count == 0) return EP_RMA_OK;
   for (int i = 0; i < count; i++)
-    operations[i] =
-        (writeOperation){.type = WRITE_VALUE_64, .to = (epRmaCuPtr)words[i].to, .value = words[i].value};
+    operations[i] = (writeOperation){.type = WRITE_VALUE_64, .to = (epRmaCuPtr)words[i].to, .value = words[i].value};
   int error = cu.writeWords(gpu->in, (unsigned)count, operations, 0);
   return error == SUCCESS ? EP_RMA_OK : failed("cuStreamBatchMemOp", error);
 }

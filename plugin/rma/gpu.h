@@ -45,7 +45,7 @@ void epRmaGpuFreeEvent(void *event);
 bool epRmaGpuOutRoom(const epRmaGpuOut *out);
 epRmaResult epRmaGpuOutCopy(epRmaGpuOut *out, void *to, const void *from, size_t bytes, uint64_t *number);
 epRmaResult epRmaGpuOutSubmit(epRmaGpuOut *out);
-epRmaResult epRmaGpuOutCollect(epRmaGpuOut *out); /* `done` moves on */
+epRmaResult epRmaGpuOutCollect(epRmaGpuOut *out);                                              /* `done` moves on */
 epRmaResult epRmaGpuCopy(void *to, const void *from, size_t bytes, void *stream, void *event); /* event: may be NULL */
 epRmaResult epRmaGpuDone(void *event, bool *done);
 epRmaResult epRmaGpuSync(void *stream);

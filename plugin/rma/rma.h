@@ -164,7 +164,7 @@ struct epRmaColl {
   int contextCount;
   epRmaLane *activeHead, *activeTail;
   epRmaSocket *sending;
-  unsigned held; /* sockets */
+  unsigned held;                    /* sockets */
   epRmaGpuWord words[EP_RMA_WORDS]; /* signals that came in this turn */
   int wordCount;
   uint64_t progressedAt; /* us */
