@@ -181,6 +181,13 @@ epRmaResult epRmaCollClose(epRmaColl *coll) {
     return rc;
   }
   if (!coll->error) farewell(coll);
+  const epRmaTally *t = &coll->tally;
+  EP_RMA_INFO(
+      "rank %u: %llu puts in %llu copies, %llu signals that came in %llu writes; %llu busy turns of %.1f us, %.1f "
+      "of them in here",
+      coll->rank, (unsigned long long)t->puts, (unsigned long long)t->copies, (unsigned long long)t->signals,
+      (unsigned long long)t->writes, (unsigned long long)t->turns, t->turns ? (double)t->turnUs / (double)t->turns : 0,
+      t->turns ? (double)t->workUs / (double)t->turns : 0);
   if (coll->gpu.ready) rc = epRmaGpuSync(coll->gpu.in);
   clear(coll);
   epRmaGpuLeave(&coll->gpu);

@@ -231,6 +231,7 @@ static epRmaResult progressOf(epRmaColl *coll) {
       epRmaGpuLeave(&coll->gpu);
     }
   }
+  __atomic_store_n(&coll->busy, coll->activeHead != NULL, __ATOMIC_RELAXED);
   pthread_mutex_unlock(&coll->mutex);
   return rc;
 }
@@ -334,8 +335,16 @@ static epRmaResult test(void *collComm, void *request, int *done) {
 static epRmaResult progress(void *rmaCtx) {
   NEED(rmaCtx);
   epRmaColl *coll = ((epRmaContext *)rmaCtx)->coll;
-  __atomic_store_n(&coll->drivenAt, epRmaMicroseconds(), __ATOMIC_RELAXED);
-  return progressOf(coll);
+  uint64_t now = epRmaMicroseconds(), last = __atomic_exchange_n(&coll->drivenAt, now, __ATOMIC_RELAXED);
+  bool busy = __atomic_load_n(&coll->busy, __ATOMIC_RELAXED);
+  epRmaResult rc = progressOf(coll);
+  if (!busy || now - last > DRIVEN_US) return rc;
+  pthread_mutex_lock(&coll->mutex);
+  coll->tally.turns++;
+  coll->tally.turnUs += now - last;
+  coll->tally.workUs += epRmaMicroseconds() - now;
+  pthread_mutex_unlock(&coll->mutex);
+  return rc;
 }
 
 static epRmaResult queryLastError(void *rmaCtx, bool *hasError) {

@@ -107,6 +107,7 @@ static epRmaResult askForCopies(epRmaLane *lane) {
     }
     epRmaResult rc = epRmaGpuOutCopy(out, first->direct, first->from->base + first->fromOffset, bytes, &number);
     if (rc) return epRmaNote(coll, rc);
+    coll->tally.copies++;
     for (epRmaOp *op = first; op != end; op = op->next) op->number = number;
     lane->fresh = end;
   }
@@ -322,6 +323,7 @@ epRmaResult epRmaPutIssue(epRmaContext *context, const epRmaPut *put, epRmaOp **
   if (put->signal) (op->signal = put->signal)->uses++;
   op->fromOffset = put->fromOffset, op->toOffset = put->toOffset, op->size = put->size;
   op->signalOffset = put->signalOffset, op->signalValue = put->signalValue;
+  coll->tally.puts++;
   lane->inFlight++;
   if (lane->tail)
     lane->tail->next = op;

@@ -149,6 +149,13 @@ typedef struct {
   epRmaSocket sockets[];
 } epRmaPeer;
 
+/* What a communicator did, told in the log when it is closed. A turn of NCCL's progress thread is busy when it began with
+ * operations in flight. */
+typedef struct {
+  uint64_t puts, copies, signals, writes; /* writes: calls for signals */
+  uint64_t turns, turnUs, workUs;         /* busy ones, their time, and of it that in this provider's progress */
+} epRmaTally;
+
 struct epRmaColl {
   pthread_mutex_t mutex;
   atomic_int wanted; /* callers other than the progress thread that wait for it */
@@ -168,7 +175,9 @@ struct epRmaColl {
   epRmaGpuWord words[EP_RMA_WORDS]; /* signals that came in this turn */
   int wordCount;
   uint64_t progressedAt; /* us */
+  bool busy;             /* operations were in flight at the end of the last turn */
   uint64_t drivenAt;     /* us: when NCCL last called progress, which some of its callers never do */
+  epRmaTally tally;
   epRmaResult error;
 };
 

@@ -18,12 +18,14 @@ static epRmaResult writeLater(epRmaColl *coll, void *to, uint64_t value) {
 
 epRmaResult epRmaSignalsWrite(epRmaColl *coll) {
   epRmaResult rc = epRmaGpuWriteWords(&coll->gpu, coll->words, coll->wordCount);
+  coll->tally.writes += coll->wordCount > 0;
   coll->wordCount = 0;
   return rc ? epRmaNote(coll, rc) : EP_RMA_OK;
 }
 
 epRmaResult epRmaSignalApply(epRmaColl *coll, epRmaWindow *window, uint64_t offset, uint64_t value) {
   char *at = window->base + offset;
+  coll->tally.signals++;
   epRmaResult rc = EP_RMA_OK;
   uint64_t old = 0;
   if ((uintptr_t)at % sizeof(uint64_t) != 0)
