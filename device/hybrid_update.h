@@ -1,7 +1,8 @@
 /* Update of a group with several scale-up domains: the same record as the plain one, and what a rank needs to forward. Scans
  * are the plain kernel's; what crosses domains goes in two hops, so that a rank talks to its rail and its domain alone:
  *
- *   send      counts and decisions (expert, position, row) to the rank of this index in each domain, by GIN: two puts, a signal
+ *   send      counts and decisions (expert, position, row) to the rank of this index in each domain, by GIN: two puts, the last
+ *             with a signal
  *   forward   what came so is stored to the ranks of this domain that it concerns, as if the source had done it: words that
  *             carry the generation, meta rows, a flag. The decisions for this domain are kept in the record
  *   replies   go back the same way: to the rail, which hands them to the sources
@@ -142,11 +143,11 @@ template <class C> DEV void ep_hybrid_send(const C c, const epHybridUpdateArgs &
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
     if (o == w.domain)
       continue;
-    p::gin_put(h.gin, 0, o, ep_rail_counts(c, a, w.domain, gen), h.layout.outCounts + 8ull * o * (ep_domain_words(c) + 1),
-               8 * (ep_domain_words(c) + 1));
     if (a.plain.tokens)
       p::gin_put(h.gin, 0, o, ep_rail_meta(c, a, w.domain, gen), h.layout.outMeta, 8 * a.plain.tokens * c.topk);
-    p::gin_signal(h.gin, 0, o, epSignalMeta(w.domain), 1);
+    p::gin_put_signal(h.gin, 0, o, ep_rail_counts(c, a, w.domain, gen),
+                      h.layout.outCounts + 8ull * o * (ep_domain_words(c) + 1), 8 * (ep_domain_words(c) + 1),
+                      epSignalMeta(w.domain), 1);
   }
 }
 
@@ -312,9 +313,9 @@ template <class C> DEV void ep_hybrid_gather(const C c, const epHybridUpdateArgs
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
     if (o == w.domain)
       continue;
-    p::gin_put(a.hybrid.gin, 0, o, ep_rail_replies(c, a, w.domain, gen),
-               a.hybrid.layout.outReplies + 8ull * o * ep_domain_words(c), 8 * ep_domain_words(c));
-    p::gin_signal(a.hybrid.gin, 0, o, epSignalReply(w.domains, w.domain), 1);
+    p::gin_put_signal(a.hybrid.gin, 0, o, ep_rail_replies(c, a, w.domain, gen),
+                      a.hybrid.layout.outReplies + 8ull * o * ep_domain_words(c), 8 * ep_domain_words(c),
+                      epSignalReply(w.domains, w.domain), 1);
   }
   if (u.hostCounts)
     ep_update_host_counts(c, u, g, rows, gen);
