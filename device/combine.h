@@ -57,17 +57,19 @@ DEV void ep_sum_vectors(const C c, const epSum &s, bool plain, F load, G start, 
 #pragma unroll
   for (int u = 0; u < N; u++) ep_vec_zero(sum[u]);
   if (c.bias && !plain) start(sum);
-  if (plain || !ep_sums_locals(c) || locals == 0) {
+  if (plain || !ep_sums_locals(c)) {
     ep_sum_parts<N>(c, 0, count, load, sum);
   } else {
-    /* remote parts that enter before the local sum, that sum, the rest */
+    /* remote parts that enter before the local sum (all where there is none), that sum, the rest */
     ep_sum_parts<N>(c, locals, locals + before, load, sum);
+    if (locals) {
 #pragma unroll
-    for (int u = 0; u < N; u++) ep_vec_zero(part[u]);
-    ep_sum_parts<N>(c, 0, locals, load, part);
+      for (int u = 0; u < N; u++) ep_vec_zero(part[u]);
+      ep_sum_parts<N>(c, 0, locals, load, part);
 #pragma unroll
-    for (int u = 0; u < N; u++) ep_vec_add(c, sum[u], ep_vec_round(c, part[u]));
-    ep_sum_parts<N>(c, locals + before, count, load, sum);
+      for (int u = 0; u < N; u++) ep_vec_add(c, sum[u], ep_vec_round(c, part[u]));
+      ep_sum_parts<N>(c, locals + before, count, load, sum);
+    }
   }
 #pragma unroll
   for (int u = 0; u < N; u++) out[u] = ep_vec_round(c, sum[u]);

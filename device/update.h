@@ -211,6 +211,7 @@ template <class C> DEV void ep_update_send_flags(const C c, const epUpdateArgs &
 /* One warp: shared out[0..n] = exclusive prefix of in(i), out[n] = sum. */
 template <class F> DEV void ep_warp_prefix(uint32_t out, uint32_t n, F in) {
   uint32_t run = 0;
+#pragma unroll 1
   for (uint32_t b = 0; b < n; b += 32) {
     uint32_t i = b + p::lane(), v = i < n ? in(i) : 0, sum = v;
     for (uint32_t d = 1; d < 32; d <<= 1) {
@@ -312,6 +313,14 @@ template <class C> DEV void ep_update_header(const C c, const epUpdateArgs &a) {
   if (c.mask) p::stg<uint32_t>(&h->epoch, p::ld_relaxed_sys(&ep_mask_state(c, a.group)->epoch));
 }
 
+/* Whole warp: entries of all local experts. */
+template <class C> DEV uint32_t ep_gather_total(const C c, const epGather &g) {
+  uint32_t total = 0;
+  for (uint32_t e = p::lane(); e < c.experts / c.ranks; e += 32) total += ep_lds(g.zoneCount, e);
+  for (uint32_t d = 16; d; d >>= 1) total += p::shfl_xor(p::FULL, total, d);
+  return total;
+}
+
 /* Whole block: exact counts for the host; their generation goes last. */
 template <class C>
 DEV void ep_update_host_counts(const C c, const epUpdateArgs &a, const epGather &g, uint32_t rows, uint32_t gen) {
@@ -323,10 +332,10 @@ DEV void ep_update_host_counts(const C c, const epUpdateArgs &a, const epGather 
     p::st_relaxed_sys(out + c.ranks + locals + e, ep_lds(g.zoneBase, e + 1) - ep_lds(g.zoneBase, e));
   }
   p::sync_threads();
-  if (p::tid() == 0) {
-    uint32_t total = 0;
-    for (uint32_t e = 0; e < locals; e++) total += ep_lds(g.zoneCount, e);
-    p::st_relaxed_sys(&a.hostCounts->total, c.layout == EP_LAYOUT_KIND_FLAT ? rows : total);
+  if (p::warp() != 0) return;
+  uint32_t total = c.layout == EP_LAYOUT_KIND_FLAT ? rows : ep_gather_total(c, g);
+  if (p::lane() == 0) {
+    p::st_relaxed_sys(&a.hostCounts->total, total);
     p::st_relaxed_sys(&a.hostCounts->totalPadded, rows);
     p::st_release_sys(&a.hostCounts->generation, gen);
   }
