@@ -14,6 +14,7 @@
 #ifndef EP_DEVICE_LL_H_
 #define EP_DEVICE_LL_H_
 
+#include "hybrid_layout.h"
 #include "ll_layout.h"
 #include "rows.h"
 
@@ -47,6 +48,12 @@ template <class C> DEV uint64_t ep_ll_window_of(const C c, const epGroupArgs &g,
   return p::ldg<uint64_t>(g.windows + rank);
 }
 template <class C> DEV bool ep_ll_left_out(const C c, uint32_t rank) { return c.mask && !ep_ll_window(rank); }
+/* In another scale-up domain, where no store reaches; what is done for ranks there is left to the overloads that hybrid_ll.h has beside
+ * those for `epLlOneDomain`, which do nothing. */
+template <class C> DEV bool ep_ll_far(const C c, uint32_t rank) { return c.scaleUp && !ep_ll_window(rank); }
+struct epLlOneDomain {
+  enum { shares = 1 }; /* of combine's sums this rank's own part is made on the spot */
+};
 
 /* Whole block: the generation and the windows, and with them, in the same trip, whatever `ask` asks for. `keep` then puts that
  * where the block finds it; a barrier follows, so that the verdict word may be used as well. */
@@ -114,7 +121,7 @@ DEV uint32_t ep_ll_same(bool there, uint32_t key, uint32_t bound) {
 /* What the record is of; `generation` follows. */
 template <class C> DEV void ep_ll_write_header(const C c, const epGroupArgs &g, epRecordHeader *h, uint32_t tokens) {
   p::stg<uint32_t>(&h->magic, EP_RECORD_MAGIC);
-  p::stg<uint32_t>(&h->version, EP_RECORD_VERSION);
+  p::stg<uint32_t>(&h->version, EP_HYBRID_VERSION(c.scaleUp));
   p::stg<uint32_t>(&h->ranks, c.ranks);
   p::stg<uint32_t>(&h->experts, c.experts);
   p::stg<uint32_t>(&h->topk, c.topk);
@@ -160,17 +167,21 @@ template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const e
   p::sync_warp();
 #pragma unroll 1
   for (uint32_t r = p::lane(); r < c.ranks; r += 32)
-    if (r != g.rank && !ep_ll_left_out(c, r))
+    if (r != g.rank && !ep_ll_left_out(c, r) && !ep_ll_far(c, r))
       p::st_release_sys((uint32_t *)(ep_ll_window(r) + w.hello) + g.rank, op.gen);
 }
+template <class C> DEV void ep_ll_greet_far(const epLlOneDomain &, const C, const epGroupArgs &) {}
+template <class C> DEV void ep_ll_greeted_far(const epLlOneDomain &, const C, const epGroupArgs &, const epLlOp &, uint32_t) {}
 
 /* The last block of a sending part. */
-template <class C, class A> DEV void ep_ll_greeter(const C c, const A &a) {
+template <class C, class A, class N> DEV void ep_ll_greeter(const C c, const A &a, const N &net) {
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   p::grid_launch();
-  if (!op.lost && p::warp() == 0)
+  if (!op.lost && p::warp() == 0) {
     ep_ll_greet(c, a.group, a.window, op);
+    ep_ll_greet_far(net, c, a.group);
+  }
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -180,7 +191,7 @@ DEV void ep_ll_greeted(const C c, const epGroupArgs &g, const epLlWindowLayout &
   const uint32_t *hello = (const uint32_t *)(ep_ll_window(g.rank) + w.hello);
 #pragma unroll 1
   for (uint32_t r = p::lane(); r < c.ranks && c.bug != EP_BUG_NO_CREDIT; r += 32)
-    if (r != g.rank && !ep_await_flag(c, g, hello + r, op.gen, phase, r) && ep_stopped(c, g))
+    if (r != g.rank && !ep_ll_far(c, r) && !ep_await_flag(c, g, hello + r, op.gen, phase, r) && ep_stopped(c, g))
       return;
 }
 

@@ -83,8 +83,11 @@ template <class C> DEV uint32_t ep_ll_source_rows(const C c, uint32_t s) { retur
 
 #define EP_LL_WEIGHTS_AHEAD 2 /* of a thread, asked for at the start */
 
-/* Block 0: this rank's weights to the owners of their experts. It waits for nothing. */
-template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs &a) {
+/* Whole block: the weights for other domains' ranks, and from there. */
+template <class C> DEV void ep_ll_weights_far(const epLlOneDomain &, const C, const epLlCombineArgs &, const epLlOp &, uint32_t) {}
+
+/* Block 0: this rank's weights to the owners of their experts. It waits for nothing but other domains' blocks 0. */
+template <class C, class N> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs &a, const N &net) {
   uint32_t n = c.topk * ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
   const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
   int32_t e[EP_LL_WEIGHTS_AHEAD];
@@ -109,11 +112,12 @@ template <class C> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs 
 #pragma unroll
     for (uint32_t i = 0; i < EP_LL_WEIGHTS_AHEAD; i++) {
       uint32_t owner = (uint32_t)e[i] / (c.experts / c.ranks);
-      if (e[i] >= 0 && owner != a.group.rank && !ep_ll_left_out(c, owner))
+      if (e[i] >= 0 && owner != a.group.rank && !ep_ll_left_out(c, owner) && !ep_ll_far(c, owner))
         p::st_relaxed_sys(ep_ll_weights(c, a, op, owner, a.group.rank) + from + i * c.threads,
                           (uint64_t)op.gen << 32 | p::as_u32(w[i]));
     }
   }
+  ep_ll_weights_far(net, c, a, op, n);
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -188,9 +192,11 @@ template <class C> DEV void ep_ll_back_confirm(const C c, const epLlCombineArgs 
     p::confirm((const uint32_t *)(a.record + a.recordLayout.recvSlot) + row * c.topk + p::lane(), 4);
 }
 
-/* False: gave up. */
+/* False: gave up. In several domains the rank of this one that stands for the token's gets the row, in the region of the rank of the token's
+ * domain that has this one's index: those of that domain have no other use for their regions there. */
 template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a, const epLlOp &op, epLlBack &x) {
-  uint32_t me = a.group.rank, buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE);
+  uint32_t me = a.group.rank, to = c.scaleUp ? me - me % c.scaleUp + x.s % c.scaleUp : x.s;
+  uint32_t writer = c.scaleUp ? x.s - x.s % c.scaleUp + me % c.scaleUp : me, buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE);
   uint4 u[EP_STRIP_UNITS];
   if (c.layout != EP_LAYOUT_KIND_RANK_MAJOR) {
     const uint64_t *words = ep_ll_weights(c, a, op, me, x.s) + (uint64_t)x.token * c.topk;
@@ -202,15 +208,16 @@ template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a,
       return false;
   }
   ep_ll_to_units(buffer, op.gen, x.v, u);
-  ep_ll_send(ep_ll_window(x.s) + epLlStageRow(&a.window, c.ranks, a.group.maxTokens, op.gen, x.s, me, x.token) +
+  ep_ll_send(ep_ll_window(to) + epLlStageRow(&a.window, c.ranks, a.group.maxTokens, op.gen, to, writer, x.token) +
                  x.strip * EP_STRIP_BYTES,
              ep_ll_bytes(c, x.strip), u);
   return true;
 }
 
-template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a) {
-  uint32_t before = c.layout == EP_LAYOUT_KIND_RANK_MAJOR ? 0 : 1, warps = (a.pushBlocks - before) * (c.threads / 32);
-  uint32_t index = p::warp() * (a.pushBlocks - before) + p::bid() - before, most = 0, t = p::tid(), count = 0;
+/* `blocks`: those that return rows, with block 0. */
+template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, uint32_t blocks) {
+  uint32_t before = c.layout == EP_LAYOUT_KIND_RANK_MAJOR ? 0 : 1, warps = (blocks - before) * (c.threads / 32);
+  uint32_t index = p::warp() * (blocks - before) + p::bid() - before, most = 0, t = p::tid(), count = 0;
   const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
   epLlBack x;
   bool inside = ep_ll_back(c, a, index, a.group.maxTokens, x);
@@ -289,26 +296,35 @@ template <class C> DEV epLlToken ep_ll_token_ask(const C c, const epLlCombineArg
   return x;
 }
 
-/* A warp: one strip of token t. False: gave up. */
-template <int ROWS, class C>
-DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip, epLlToken x) {
+/* Whose region has the row of `owner`. The strip's sum `out`, to where it belongs; false: gave up. */
+DEV uint32_t ep_ll_writer(const epLlOneDomain &, uint32_t owner) { return owner; }
+template <class C>
+DEV bool ep_ll_reduced(const epLlOneDomain &, const C c, const epLlCombineArgs &a, const epLlOp &, uint32_t t, uint32_t strip,
+                       uint32_t bytes, const epLlToken &, const uint4 *out) {
+  ep_ll_store(a.outTokens + (uint64_t)t * c.rowBytes + strip * EP_STRIP_DATA, bytes, out);
+  return true;
+}
+
+/* A warp: one strip of token t, in several domains of this one's rows. False: gave up. */
+template <int ROWS, class C, class N>
+DEV bool ep_ll_reduce(const N &net, const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip, epLlToken x) {
   uint32_t l = p::lane(), me = a.group.rank, B = a.group.maxTokens, row = EP_NONE;
   uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE), wanted = ep_ll_wanted(bytes);
-  if (l < c.topk)
+  if (l < c.topk && N::shares)
     p::confirm((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l, 4);
   uint32_t owner = x.expert >= 0 ? (uint32_t)x.expert / (c.experts / c.ranks) : EP_NONE;
   uint32_t mates = ep_ll_same(x.expert >= 0, owner, c.ranks);
-  bool last = x.expert >= 0 && (mates >> l) == 1 && !ep_ll_left_out(c, owner); /* highest k of its rank: there the rank's sum enters */
-  uint32_t ends = p::ballot(p::FULL, last), own = p::ballot(p::FULL, last && owner == me);
+  bool last = x.expert >= 0 && (mates >> l) == 1 && !ep_ll_left_out(c, owner) && !ep_ll_far(c, owner); /* highest k of its rank: there the rank's sum enters */
+  uint32_t ends = p::ballot(p::FULL, last), own = p::ballot(p::FULL, last && owner == me && N::shares);
   uint64_t address = 0;
-  if (owner == me) {
+  if (owner == me && N::shares) {
     p::confirm((const uint32_t *)(a.record + a.recordLayout.sendRow) + t, 4);
     if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
       row = last ? me * B + x.row : EP_NONE;
     else
       row = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) + ((uint64_t)me * B + x.row) * c.topk + l);
   } else if (last) {
-    address = (uint64_t)(ep_ll_window(me) + epLlStageRow(&a.window, c.ranks, B, op.gen, me, owner, t));
+    address = (uint64_t)(ep_ll_window(me) + epLlStageRow(&a.window, c.ranks, B, op.gen, me, ep_ll_writer(net, owner), t));
   }
   if (own) { /* kept beside the strip: registers are short */
     uint4 share[EP_STRIP_VECTORS];
@@ -355,11 +371,13 @@ DEV bool ep_ll_reduce(const C c, const epLlCombineArgs &a, const epLlOp &op, uin
   }
   uint4 out[EP_STRIP_VECTORS];
   ep_ll_sum_round(c, sum, out);
-  ep_ll_store(a.outTokens + (uint64_t)t * c.rowBytes + strip * EP_STRIP_DATA, bytes, out);
-  return true;
+  return ep_ll_reduced(net, c, a, op, t, strip, bytes, x, out);
 }
 
-template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a) {
+/* A warp: all that is on its way from other domains has come. */
+template <class C> DEV void ep_ll_rows_came(const epLlOneDomain &, const C, const epLlCombineArgs &, const epLlOp &) {}
+
+template <class C, class N> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a, const N &net) {
   uint32_t warps = (a.blocks - a.pushBlocks) * (c.threads / 32), strips = epLlStrips(c.rowBytes);
   uint32_t index = p::warp() * (a.blocks - a.pushBlocks) + p::bid() - a.pushBlocks;
   uint32_t items = strips * ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
@@ -374,19 +392,24 @@ template <class C> DEV void ep_ll_reduce_all(const C c, const epLlCombineArgs &a
   p::grid_launch();
   if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(c, a.group, op, a.blocks);
-  if (c.part == EP_PART_WHOLE && index == warps - 1)
+  if (c.part == EP_PART_WHOLE && index == warps - 1) {
     ep_ll_greet(c, a.group, a.window, op);
+    ep_ll_greet_far(net, c, a.group);
+  }
 #pragma unroll 1
   for (uint32_t i = index; i < items; i += warps) {
     if (i != index)
       x = ep_ll_token_ask(c, a, i / strips);
-    bool ok = c.ranks > 2 ? ep_ll_reduce<EP_LL_ROW_BATCH>(c, a, op, i / strips, i % strips, x)
-                          : ep_ll_reduce<1>(c, a, op, i / strips, i % strips, x);
+    bool ok = c.ranks > 2 ? ep_ll_reduce<EP_LL_ROW_BATCH>(net, c, a, op, i / strips, i % strips, x)
+                          : ep_ll_reduce<1>(net, c, a, op, i / strips, i % strips, x);
     if (!ok && ep_stopped(c, a.group))
       break;
   }
-  if (index == warps - 1)
+  if (index == warps - 1) {
     ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_COMBINE_CREDIT);
+    ep_ll_greeted_far(net, c, a.group, op, EP_PHASE_COMBINE_CREDIT);
+    ep_ll_rows_came(net, c, a, op);
+  }
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -401,21 +424,22 @@ template <class C> DEV_APART void ep_ll_reduce_again(const C c, const epLlCombin
     epLlToken x = ep_ll_token_ask(c, a, i / strips);
     bool had = x.expert >= 0 && p::ld_relaxed_sys(lost + (uint32_t)x.expert / (c.experts / c.ranks)) == op.gen;
     if (p::ballot(p::FULL, had))
-      ep_ll_reduce<1>(c, a, op, i / strips, i % strips, x);
+      ep_ll_reduce<1>(epLlOneDomain(), c, a, op, i / strips, i % strips, x);
   }
 }
 
 template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
+  epLlOneDomain net;
   p::grid_wait();
   epProfile profile = ep_profile_begin(a.group, EP_KERNEL_LL_COMBINE);
   if (c.part == EP_PART_RECEIVE || (c.part == EP_PART_WHOLE && p::bid() >= a.pushBlocks))
-    ep_ll_reduce_all(c, a);
+    ep_ll_reduce_all(c, a, net);
   else if (c.part == EP_PART_SEND && p::bid() >= a.pushBlocks)
-    ep_ll_greeter(c, a);
+    ep_ll_greeter(c, a, net);
   else if (p::bid() == 0 && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
-    ep_ll_send_weights(c, a);
+    ep_ll_send_weights(c, a, net);
   else
-    ep_ll_return(c, a);
+    ep_ll_return(c, a, a.pushBlocks);
   if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
     ep_ll_reduce_again(c, a);
   ep_profile_end(profile, p::bid() >= a.pushBlocks ? EP_SPAN_RECEIVE : EP_SPAN_SEND, a.blocks);

@@ -136,7 +136,7 @@ template <class C> DEV void ep_ll_send_counts(const C c, const epLlDispatchArgs 
 #pragma unroll 1
   for (uint32_t i = p::tid(); i < c.experts + c.ranks; i += c.threads) {
     uint32_t dst = i < c.experts ? i / locals : i - c.experts, word = i < c.experts ? i % locals : locals;
-    if (ep_ll_left_out(c, dst))
+    if (ep_ll_left_out(c, dst) || ep_ll_far(c, dst))
       continue;
     p::st_relaxed_sys(ep_ll_counts(c, a, op, dst, a.group.rank) + word,
                       (uint64_t)op.gen << 32 | p::lds<uint32_t>(ep_ll_sum(c, i)));
@@ -252,12 +252,19 @@ template <class C> DEV void ep_ll_keep(const C c, const epLlDispatchArgs &a, uin
     ep_report_index(a.group, t + l / c.topk, l % c.topk, value);
 }
 
+/* Whole block: the counts for other domains' ranks, and from there. False: gave up. */
+template <class C> DEV void ep_ll_counts_to_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &, uint32_t) {}
+template <class C> DEV bool ep_ll_counts_from_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &) { return true; }
+/* Whole block: what went to other domains' ranks is on its way, and where it came from may be written again. */
+template <class C> DEV void ep_ll_sent_far(const epLlOneDomain &, const C, const epGroupArgs &, uint32_t, uint32_t, uint32_t) {}
+
 /* The clerk's half of a receiving part. */
-template <class C> DEV void ep_ll_clerk_receives(const C c, const epLlDispatchArgs &a, epRecordHeader *header) {
+template <class C, class N>
+DEV void ep_ll_clerk_receives(const C c, const epLlDispatchArgs &a, const N &net, epRecordHeader *header) {
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   p::grid_launch();
-  if (!op.lost && (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op))) {
+  if (!op.lost && ep_ll_counts_from_far(net, c, a, op) && (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op))) {
     ep_ll_tell_counts(c, a);
     if (p::tid() == 0)
       p::stg<uint32_t>(&header->generation, EP_LL_DISPATCHED);
@@ -265,11 +272,11 @@ template <class C> DEV void ep_ll_clerk_receives(const C c, const epLlDispatchAr
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
-template <class C> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a) {
+template <class C, class N> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a, const N &net) {
   epRecordHeader *header = (epRecordHeader *)(a.record + a.recordLayout.header);
   epLlAhead ahead;
   if (c.part == EP_PART_RECEIVE)
-    return ep_ll_clerk_receives(c, a, header);
+    return ep_ll_clerk_receives(c, a, net, header);
   uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ep_ll_ask_ahead(c, a.decisions, 0, T, ahead); }, [&]() { ep_ll_zero_sums(c, true); });
@@ -283,6 +290,7 @@ template <class C> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a) {
   ep_ll_count(c, a.decisions, true, 0, T, ahead, use);
   p::sync_threads();
   ep_ll_send_counts(c, a, op);
+  ep_ll_counts_to_far(net, c, a, op, T);
   if (p::tid() == 0) {
     if (a.decisions.borrowed)
       ep_ll_write_header(c, a.group, header, T);
@@ -291,8 +299,10 @@ template <class C> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a) {
   }
   if (c.mask)
     p::stg<uint32_t>(&header->epoch, p::ld_relaxed_sys(&ep_mask_state(c, a.group)->epoch));
-  if (c.part == EP_PART_WHOLE && (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op)))
+  if (c.part == EP_PART_WHOLE && ep_ll_counts_from_far(net, c, a, op) &&
+      (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op)))
     ep_ll_tell_counts(c, a);
+  ep_ll_sent_far(net, c, a.group, 0, 1, 1);
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -409,9 +419,9 @@ template <class C> DEV uint64_t ep_ll_place(const C c, const epLlDispatchArgs &a
   return (uint64_t)s * a.group.maxTokens + j;
 }
 
-/* Head of own token t for rank `dst`: its units, one a lane. `entry`: of the lane's k, EP_NONE where it goes elsewhere. */
+/* Head of token t of rank `source` for rank `dst`: its units, one a lane. `entry`: of the lane's k, EP_NONE where it goes elsewhere. */
 template <class C>
-DEV void ep_ll_send_head(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t t, uint32_t dst, uint32_t row,
+DEV void ep_ll_send_head(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t source, uint32_t t, uint32_t dst, uint32_t row,
                          uint32_t entry, uint32_t weight) {
   uint32_t l = p::lane(), word[3];
 #pragma unroll
@@ -421,7 +431,7 @@ DEV void ep_ll_send_head(const C c, const epLlDispatchArgs &a, const epLlOp &op,
     word[i] = w == 0 ? t : w <= c.topk ? e : x;
   }
   if (l < epLlHeadUnits(c.topk))
-    p::st_relaxed_sys128(ep_ll_window(dst) + epLlHead(&a.window, c.ranks, a.group.maxTokens, op.gen, a.group.rank, row) + 16 * l,
+    p::st_relaxed_sys128(ep_ll_window(dst) + epLlHead(&a.window, c.ranks, a.group.maxTokens, op.gen, source, row) + 16 * l,
                          ep_ll_unit(op.gen, word[0], word[1], word[2]));
 }
 
@@ -440,7 +450,7 @@ DEV void ep_ll_send_strip(const C c, const epLlDispatchArgs &a, const epLlOp &op
 #pragma unroll 1
   for (uint32_t m = strip == 0 ? (ep_ll_heads_own(c) ? sends : sends & ~mine) : 0; m; m &= m - 1) {
     uint32_t to = p::shfl(p::FULL, own, p::ffs(m) - 1);
-    ep_ll_send_head(c, a, op, t, to >> EP_ENTRY_POS_BITS, EP_ENTRY_POS(to), own == to ? entry : EP_NONE, x.weight);
+    ep_ll_send_head(c, a, op, me, t, to >> EP_ENTRY_POS_BITS, EP_ENTRY_POS(to), own == to ? entry : EP_NONE, x.weight);
   }
   if (sends & ~mine) {
     uint4 u[EP_STRIP_UNITS];
@@ -481,7 +491,14 @@ template <class C> DEV void ep_ll_find(const C c, const epLlRoute &r, uint32_t e
   }
 }
 
-template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a) {
+/* A warp: strip `strip` of token t for other domains' ranks, as ep_ll_send_strip; then the whole block, behind it: the tokens from t0 on,
+ * `own` of each lane's decision. */
+template <class C>
+DEV void ep_ll_strip_to_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &, uint32_t, uint32_t, uint32_t, uint32_t,
+                            const epLlOwn &) {}
+template <class C> DEV void ep_ll_tokens_to_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &, uint32_t, uint32_t) {}
+
+template <class C, class N> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a, const N &net) {
   uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
   uint32_t warps = c.threads / 32, strips = epLlStrips(ep_ll_travels(c)), counted = 0;
   uint32_t each = a.tokensABlock, first = (p::bid() - 1) * each;
@@ -508,7 +525,7 @@ template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a) {
       ask(t0);
     ep_ll_count(c, a.decisions, major, counted, t0, ahead, [](uint32_t, epLlRaw) {});
     epLlRoute r = ep_ll_route(c, a.decisions, raw);
-    uint32_t firsts = p::ballot(p::FULL, r.first && !ep_ll_left_out(c, r.owner)), same = major ? ep_ll_same(r.valid, r.expert, c.experts) : 0;
+    uint32_t firsts = p::ballot(p::FULL, r.first && !ep_ll_left_out(c, r.owner) && !ep_ll_far(c, r.owner)), same = major ? ep_ll_same(r.valid, r.expert, c.experts) : 0;
     p::sync_threads();
     ep_ll_find(c, r, same, entry, own);
 #pragma unroll 1
@@ -518,12 +535,15 @@ template <class C> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a) {
         ep_ll_load_own(c, a, t0 + i, item % strips, x);
       uint32_t e = p::shfl(p::FULL, entry, (from + p::lane()) & 31), o = p::shfl(p::FULL, own, (from + p::lane()) & 31);
       bool inside = p::lane() < c.topk;
+      ep_ll_strip_to_far(net, c, a, op, t0 + i, item % strips, inside ? e : EP_NONE, inside ? o : EP_NONE, x);
       ep_ll_send_strip(c, a, op, t0 + i, item % strips, inside ? e : EP_NONE, inside ? o : EP_NONE,
                        firsts >> from & ep_ll_token_lanes(c), x);
     }
     counted = t0;
     p::sync_threads();
+    ep_ll_tokens_to_far(net, c, a, op, t0, own);
   }
+  ep_ll_sent_far(net, c, a.group, p::bid() - 1, (T + each - 1) / each, a.pushBlocks);
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -783,38 +803,44 @@ template <class C> DEV_APART void ep_ll_empty(const C c, const epLlDispatchArgs 
   ep_ll_tell_counts(c, a);
 }
 
-template <class C> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a) {
-  uint32_t before = a.pushBlocks + 1, warps = (a.blocks - before) * (c.threads / 32);
+/* `before`: blocks of other roles. */
+template <class C, class N> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a, const N &net, uint32_t before) {
+  uint32_t warps = (a.blocks - before) * (c.threads / 32);
   uint32_t index = p::warp() * (a.blocks - before) + p::bid() - before; /* few items lie on as many SMs */
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   p::grid_launch();
   if (op.lost)
     return ep_ll_end(c, a.group, op, a.blocks);
-  if (c.part == EP_PART_WHOLE && index == warps - 1)
+  if (c.part == EP_PART_WHOLE && index == warps - 1) {
     ep_ll_greet(c, a.group, a.window, op);
+    ep_ll_greet_far(net, c, a.group);
+  }
   if (c.mask)
     ep_ll_take_living(c, a, op, index, warps);
   else if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
     ep_ll_take_rank_major(c, a, op, index, warps);
   else
     ep_ll_take_expert_major(c, a, op, index, warps);
-  if (index == warps - 1)
+  if (index == warps - 1) {
     ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_DISPATCH_CREDIT);
+    ep_ll_greeted_far(net, c, a.group, op, EP_PHASE_DISPATCH_CREDIT);
+  }
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
 template <class C> DEV void ep_ll_dispatch(const C c, const epLlDispatchArgs &a) {
+  epLlOneDomain net;
   p::grid_wait();
   epProfile profile = ep_profile_begin(a.group, EP_KERNEL_LL_DISPATCH);
   if (p::bid() == 0)
-    ep_ll_clerk(c, a);
+    ep_ll_clerk(c, a, net);
   else if (c.part != EP_PART_RECEIVE && p::bid() <= a.pushBlocks)
-    ep_ll_push(c, a);
+    ep_ll_push(c, a, net);
   else if (c.part == EP_PART_SEND)
-    ep_ll_greeter(c, a);
+    ep_ll_greeter(c, a, net);
   else
-    ep_ll_receive(c, a);
+    ep_ll_receive(c, a, net, a.pushBlocks + 1);
   if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
     ep_ll_empty(c, a);
   ep_profile_end(profile, p::bid() == 0 ? EP_SPAN_RECORD : p::bid() <= a.pushBlocks ? EP_SPAN_SEND : EP_SPAN_RECEIVE, a.blocks);

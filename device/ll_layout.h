@@ -158,7 +158,7 @@ typedef struct epLlDispatchArgs {
   /* caller's counters, NULL where not asked for; *Wide: int64 instead of int32 */
   void *expertCounters, *sourceCounters, *recvTotal;
   uint32_t expertCountersWide, sourceCountersWide, recvTotalWide;
-  uint32_t pad;
+  uint32_t forwardBlocks; /* several scale-up domains (hybrid_ll_layout.h): behind those that send */
 } epLlDispatchArgs;
 
 typedef struct epLlCombineArgs {
@@ -171,6 +171,8 @@ typedef struct epLlCombineArgs {
   epLlWindowLayout window;
   epLlRecordLayout recordLayout;
   uint8_t *outTokens; /* [T][rowBytes] */
+  uint32_t forwardBlocks; /* several scale-up domains: the last of those that send */
+  uint32_t pad;
 } epLlCombineArgs;
 
 /* Shared memory of a block: the verdict word and the generation; window addresses of all ranks. Dispatch: sums of entries by expert and of

@@ -22,12 +22,16 @@
 
 #include "hybrid_combine.h"
 
+#include "hybrid_ll_dispatch.h"
+
+#include "hybrid_ll_combine.h"
+
 #include "mask_meet.h"
 
 namespace emu {
 
 static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combine", "ll_update", "ll_dispatch", "ll_combine",
-                                                   "hybrid_update", "hybrid_dispatch", "hybrid_combine", "mask"};
+                                                   "hybrid_update", "hybrid_dispatch", "hybrid_combine", "hybrid_ll_dispatch", "hybrid_ll_combine", "mask"};
 
 const char *kernelName(int id) { return id >= 0 && id < EP_KERNEL_COUNT ? names[id] : "?"; }
 
@@ -66,6 +70,12 @@ std::function<void()> kernelBody(int id, const epConfig &config, const void *arg
   case EP_KERNEL_HYBRID_COMBINE:
     return bind<epHybridCombineArgs>([](const epConfig &c, const epHybridCombineArgs &a) { ep_hybrid_combine(c, a); },
                                      config, args, bytes);
+  case EP_KERNEL_HYBRID_LL_DISPATCH:
+    return bind<epHybridLlDispatchArgs>([](const epConfig &c, const epHybridLlDispatchArgs &a) { ep_hybrid_ll_dispatch(c, a); },
+                                        config, args, bytes);
+  case EP_KERNEL_HYBRID_LL_COMBINE:
+    return bind<epHybridLlCombineArgs>([](const epConfig &c, const epHybridLlCombineArgs &a) { ep_hybrid_ll_combine(c, a); },
+                                       config, args, bytes);
   case EP_KERNEL_MASK:
     return bind<epMaskArgs>([](const epConfig &c, const epMaskArgs &a) { ep_mask(c, a); }, config, args, bytes);
   default:

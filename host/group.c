@@ -177,8 +177,7 @@ ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGrou
   if (r == ncclSuccess) r = epRefuseCapture("ncclEpCreateGroup", g, NULL, "a group cannot be made then");
   if (r != ncclSuccess) goto release;
   g->windowLayout = epWindowLayoutOf(g->shape);
-  if (epIsLl(g)) r = epLlWindowCheck("ncclEpCreateGroup", &g->shape, &g->windowLayout.bytes);
-  if (r != ncclSuccess) goto release;
+  if (epIsLl(g)) g->windowLayout.bytes = epLlWindowLayoutOf(g->shape).bytes;
   g->scratchLayout = epScratchLayoutOf(g->shape.ranks, g->shape.experts);
   g->sms = epPolicySms(&g->topology, g->config.max_num_sms < NCCL_EP_SMS_FEW ? g->config.max_num_sms : 0);
   epGroupLinks(g);
@@ -187,6 +186,8 @@ ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGrou
     if (r != ncclSuccess) goto release;
     epHybridLayouts(g);
   }
+  if (epIsLl(g)) r = epLlWindowCheck("ncclEpCreateGroup", &g->shape, g->windowLayout.bytes);
+  if (r != ncclSuccess) goto release;
   g->budget = g->config.max_recv_tokens_per_rank;
   r = epGroupAllocate(g);
   if (r == ncclSuccess) r = epMaskOpen(g);

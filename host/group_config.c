@@ -62,11 +62,11 @@ ncclResult_t epGroupConfigCheck(const ncclEpGroupConfig_t *given, const epTopolo
   if (r == ncclSuccess) r = epGroupConfigSupported(given, topology);
   if (r == ncclSuccess) r = epShapeOf(call, &request, shape);
   if (r != ncclSuccess) return r;
-  if (topology->scaleOutRanks > 1 && (!topology->gin || given->algorithm == NCCL_EP_ALGO_LOW_LATENCY))
+  if (topology->scaleOutRanks > 1 && !topology->gin)
     return epFail(ncclInvalidUsage,
                   "%s: the communicator spans %d scale-up domains of %d ranks: not supported yet: several scale-up "
-                  "domains%s",
-                  call, topology->scaleOutRanks, topology->scaleUpRanks, topology->gin ? " in low latency" : "");
+                  "domains",
+                  call, topology->scaleOutRanks, topology->scaleUpRanks);
   *resolved = *given;
   resolved->num_topk = shape->topk;
   if (epEnvNumber(EP_ENV_TIMEOUT_MS, 1, UINT64_MAX / 1000000, &number)) resolved->timeout_ns = number * 1000000;

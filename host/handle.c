@@ -57,7 +57,7 @@ static ncclResult_t epHandleCheck(const char *call, const struct ncclEpGroup *g,
 static size_t epHandleBytes(const struct ncclEpGroup *g, int topk) {
   const epShape *s = &g->shape;
   uint32_t k = topk == -1 ? s->topk : (uint32_t)topk;
-  if (epIsLl(g)) return (size_t)epLlRecordLayoutOf(s->ranks, k, s->maxTokens).bytes;
+  if (epIsLl(g)) return epLlRecordBytes(g, k);
   if (epIsHybrid(g)) return epHybridRecordBytes(g, k);
   return (size_t)epRecordLayoutOf(s->ranks, s->experts, k, s->maxTokens).bytes;
 }

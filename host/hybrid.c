@@ -7,7 +7,9 @@
 
 #include "env.h"
 #include "fail.h"
+#include "hybrid_ll_layout.h"
 #include "links_find.h"
+#include "low_latency.h"
 
 /* Equal on all ranks: signals and tails are by channel. A channel is a warp; the sum of a few of its rows in flight must
  * cover the trip over the scale-out link. On the emulated fabric more only cost time. */
@@ -21,6 +23,8 @@
 #define EP_PROXY_PUT_ROWS 16u
 #define EP_EMU_PUT_ROWS 2u
 #define EP_MOST_PUT_ROWS 64u
+/* In low latency a channel is a block, which takes one chunk at a time: a power of two, so that blocks can divide them. */
+#define EP_LL_CHANNELS 64u
 #define EP_HYBRID_WARPS 8u
 #define EP_EMU_HYBRID_WARPS 2u
 
@@ -31,11 +35,14 @@ static uint32_t epChannels(const epTopology *t) {
   if (!t->arch) return EP_EMU_CHANNELS;
   return t->plan.sendBlocks ? t->plan.sendBlocks * EP_HYBRID_WARPS : EP_CHANNELS;
 }
-static uint32_t epContexts(const epTopology *t) {
-  uint32_t channels = epChannels(t), contexts = t->plan.contexts;
+static uint32_t epContextsFor(const epTopology *t, uint32_t channels) {
+  uint32_t contexts = t->plan.contexts;
   if (!contexts) contexts = !t->arch ? EP_EMU_CONTEXTS : t->ginProxy ? EP_PROXY_CONTEXTS : EP_CONTEXTS;
   return contexts < channels ? contexts : channels; /* a context more would serve no channel */
 }
+static uint32_t epContexts(const epTopology *t) { return epContextsFor(t, epChannels(t)); }
+
+uint32_t epLlChannels(const epTopology *t) { return t->arch ? EP_LL_CHANNELS : EP_EMU_CHANNELS; }
 
 static uint32_t epPutRows(const epTopology *t) {
   uint64_t wanted = t->ginProxy ? EP_PROXY_PUT_ROWS : t->arch ? 1 : EP_EMU_PUT_ROWS;
@@ -64,7 +71,7 @@ ncclResult_t epHybridPlan(struct ncclEpGroup *g) {
   char from[160] = "not those of a GPU";
   ncclResult_t r;
   if (!all) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
-  if (t->arch) mine.links = epLinksFind(&t->pci, from, sizeof from);
+  if (t->arch && !epIsLl(g)) mine.links = epLinksFind(&t->pci, from, sizeof from);
   r = g->be->ops->allGather(g->be, &mine, all, sizeof mine);
   for (uint32_t i = 0; r == ncclSuccess && i < g->shape.ranks; i++) {
     if (all[i].queuePairs != all[0].queuePairs)
@@ -77,6 +84,10 @@ ncclResult_t epHybridPlan(struct ncclEpGroup *g) {
   }
   free(all);
   if (r != ncclSuccess) return r;
+  if (epIsLl(g)) { /* latency is all: as many SMs as have work, and nothing to sum from the links */
+    t->plan.contexts = g->config.num_qp_per_rank;
+    return ncclSuccess;
+  }
   g->hybrid.layout.putRows = (uint32_t)mine.putRows;
   t->plan = epPlanOf(t, &mine.links, &g->shape, g->config.num_qp_per_rank);
   if (t->plan.sms && !g->config.max_num_sms) g->sms = epPolicySms(t, t->plan.sms);
@@ -91,17 +102,27 @@ int epIsHybrid(const struct ncclEpGroup *g) { return g->topology.scaleOutRanks >
 
 void epHybridLayouts(struct ncclEpGroup *g) {
   uint64_t end = g->scratchLayout.bytes;
-  epHybridLayoutOf(g->shape, (uint32_t)g->topology.scaleUpRanks, epChannels(&g->topology), epContexts(&g->topology),
+  uint32_t ups = (uint32_t)g->topology.scaleUpRanks, channels = epLlChannels(&g->topology);
+  if (epIsLl(g)) {
+    epLlHybridLayoutOf(g->shape, ups, channels, epContextsFor(&g->topology, channels), &g->windowLayout, &g->hybrid.layout);
+    g->hybrid.layout.state = epTake(&end, epLlToldBytes((uint32_t)g->topology.scaleOutRanks, channels));
+    g->scratchLayout.bytes = end;
+    return;
+  }
+  epHybridLayoutOf(g->shape, ups, epChannels(&g->topology), epContexts(&g->topology),
                    &g->windowLayout, &g->hybrid.layout);
   g->hybrid.layout.state = epTake(&end, sizeof(epHybridState));
   g->scratchLayout.bytes = end;
 }
 
+uint32_t epHybridSignals(const struct ncclEpGroup *g) {
+  return (epIsLl(g) ? epLlSignalCount : epSignalCount)((uint32_t)g->topology.scaleOutRanks, g->hybrid.layout.channels);
+}
+
 ncclResult_t epHybridConnect(struct ncclEpGroup *g, epWindow *window, unsigned slot, epGin *out) {
   const epHybridLayout *l = &g->hybrid.layout;
   epGroupState *state = (epGroupState *)((uint8_t *)g->scratch + epSlotState(slot));
-  return g->be->ops->ginCreate(g->be, window, l->contexts,
-                               epSignalCount((uint32_t)g->topology.scaleOutRanks, l->channels), &state->aborted, out);
+  return g->be->ops->ginCreate(g->be, window, l->contexts, epHybridSignals(g), &state->aborted, out);
 }
 
 size_t epHybridRecordBytes(const struct ncclEpGroup *g, uint32_t topk) {
@@ -110,7 +131,11 @@ size_t epHybridRecordBytes(const struct ncclEpGroup *g, uint32_t topk) {
   return (size_t)epHybridRecordOf(plain, (uint32_t)g->topology.scaleOutRanks, topk, s->maxTokens).bytes;
 }
 
-int epHybridKernel(int id, const epConfig *config) { return config->scaleUp ? id + EP_KERNEL_HYBRID_UPDATE : id; }
+int epHybridKernel(int id, const epConfig *config) {
+  if (!config->scaleUp || id == EP_KERNEL_LL_UPDATE) return id; /* that one is local */
+  return id < EP_KERNEL_LL_UPDATE ? id + EP_KERNEL_HYBRID_UPDATE
+                                  : id - EP_KERNEL_LL_DISPATCH + EP_KERNEL_HYBRID_LL_DISPATCH;
+}
 
 ncclResult_t epLaunchKernel(struct ncclEpGroup *g, const epHybridGroup *hybrid, epKernel *kernel,
                             const epLaunch *launch, cudaStream_t stream) {
@@ -118,6 +143,8 @@ ncclResult_t epLaunchKernel(struct ncclEpGroup *g, const epHybridGroup *hybrid, 
     epHybridUpdateArgs update;
     epHybridDispatchArgs dispatch;
     epHybridCombineArgs combine;
+    epHybridLlDispatchArgs llDispatch;
+    epHybridLlCombineArgs llCombine;
     uint8_t bytes[1];
   } args;
   epLaunch wide = *launch;

@@ -11,8 +11,10 @@ ncclResult_t epHybridPlan(struct ncclEpGroup *group);
 void epHybridLayouts(struct ncclEpGroup *group);
 /* The network of the window of a slot. Collective. */
 ncclResult_t epHybridConnect(struct ncclEpGroup *group, epWindow *window, unsigned slot, epGin *out);
+/* Signals that its network has, of each context. */
+uint32_t epHybridSignals(const struct ncclEpGroup *group);
 size_t epHybridRecordBytes(const struct ncclEpGroup *group, uint32_t topk);
-/* The kernel that does what plain kernel `id` does, if the configuration is one of several domains; else `id`. */
+/* The kernel that does what plain kernel `id` does, low latency's among them, if the configuration is one of several domains; else `id`. */
 int epHybridKernel(int id, const epConfig *config);
 /* As epPolicyMove, which calls it. */
 ncclResult_t epPolicyHybridMove(const epTopology *topology, unsigned sms, int kernelId, epConfig *config, epGrid *grid);

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "hybrid.h"
 #include "operation.h"
 #include "scales.h"
 #include "sizes.h"
@@ -12,13 +13,12 @@
 
 int epIsLl(const struct ncclEpGroup *g) { return g->config.algorithm == NCCL_EP_ALGO_LOW_LATENCY; }
 
-ncclResult_t epLlWindowCheck(const char *call, const epShape *s, uint64_t *bytes) {
-  *bytes = epLlWindowLayoutOf(*s).bytes;
-  if (*bytes <= EP_LL_MAX_WINDOW) return ncclSuccess;
+ncclResult_t epLlWindowCheck(const char *call, const epShape *s, uint64_t bytes) {
+  if (bytes <= EP_LL_MAX_WINDOW) return ncclSuccess;
   return epFail(ncclInvalidUsage,
                 "%s: low latency with %u ranks and %u tokens of %u bytes needs a window of %llu bytes: expected at most "
                 "%llu (fewer max_dispatch_tokens_per_rank, or high throughput)",
-                call, s->ranks, s->maxTokens, s->maxRowBytes, (unsigned long long)*bytes,
+                call, s->ranks, s->maxTokens, s->maxRowBytes, (unsigned long long)bytes,
                 (unsigned long long)EP_LL_MAX_WINDOW);
 }
 
@@ -42,6 +42,13 @@ ncclResult_t epLlHandleCheck(const char *call, ncclEpLayout_t layout, const nccl
 
 epLlRecordLayout epLlHandleLayout(const struct ncclEpHandle *h) {
   return epLlRecordLayoutOf(h->group->shape.ranks, h->topk, h->group->shape.maxTokens);
+}
+
+size_t epLlRecordBytes(const struct ncclEpGroup *g, uint32_t topk) {
+  const epShape *s = &g->shape;
+  uint64_t bytes = epLlRecordLayoutOf(s->ranks, topk, s->maxTokens).bytes;
+  if (epIsHybrid(g)) bytes = epHybridRecordOf(bytes, (uint32_t)g->topology.scaleOutRanks, topk, s->maxTokens).bytes;
+  return (size_t)bytes;
 }
 
 /* ---- Configurations ------------------------------------------------------------------------------------------------- */
@@ -332,7 +339,8 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
   a.decisions = h->pending.on ? (epLlDecisions){h->pending.indices.data, h->pending.indices.bytes == 8, 1}
                               : (epLlDecisions){h->record + a.recordLayout.topk, 0, 0};
   a.tokensHeld = !tokensKnown(h);
-  a.tokensABlock = epLlTokensABlock(a.numTokens, grid.pushBlocks, h->topk);
+  a.tokensABlock = epLlTokensABlock(a.numTokens, &grid, h->topk);
+  a.forwardBlocks = grid.forwardBlocks;
   op = (epOperation){EP_KERNEL_LL_DISPATCH, c, grid, &a, 0};
   r = epOperationRun(call, h, &op, how, stream);
   if (r != ncclSuccess) return r;
@@ -405,6 +413,7 @@ ncclResult_t epLlCombine(const char *call, struct ncclEpHandle *h, const ncclEpC
   a.recordLayout = epLlHandleLayout(h);
   a.record = h->record;
   a.tokensHeld = !tokensKnown(h);
+  a.forwardBlocks = grid.forwardBlocks;
   op = (epOperation){EP_KERNEL_LL_COMBINE, c, grid, &a, 0};
   return epOperationRun(call, h, &op, how, stream);
 }

@@ -1,5 +1,6 @@
 /* Launch sizes of the low-latency kernels, and why they are so. */
 #include "fail.h"
+#include "hybrid_ll_layout.h"
 #include "low_latency.h"
 
 /* A warp a strip of a row (3-D expert-major takes two at a time), and one more that greets: at T = 128 and a row of 14336 bytes on
@@ -24,14 +25,26 @@ static unsigned blocksOf(uint64_t items, unsigned spare, unsigned warps, unsigne
   return clampTo(needed > spread ? needed : spread, 1, most);
 }
 
-uint32_t epLlTokensABlock(uint32_t tokens, unsigned pushBlocks, uint32_t topk) {
-  return clampTo((tokens + pushBlocks - 1) / pushBlocks, 1, 32 / topk);
+/* The most blocks of at most `most` that divide the channels and have a chunk each. */
+static unsigned channelBlocks(const epTopology *t, uint32_t chunks, unsigned most) {
+  unsigned blocks = epLlChannels(t);
+  while (blocks > 1 && (blocks > most || blocks / 2 >= chunks)) blocks /= 2;
+  return blocks;
+}
+
+uint32_t epLlTokensABlock(uint32_t tokens, const epGrid *grid, uint32_t topk) {
+  if (grid->forwardBlocks) return epLlChunkTokens(topk);
+  return clampTo((tokens + grid->pushBlocks - 1) / grid->pushBlocks, 1, 32 / topk);
 }
 
 ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned sms, int kernelId, uint32_t tokens,
                         epConfig *c, epGrid *grid) {
   unsigned warps = topology->arch ? EP_LL_WARPS : EP_EMU_LL_WARPS, total = sms < 4 ? 4 : sms; /* each role has a block */
   uint64_t T = tokens ? tokens : 1;
+  uint32_t chunks = (tokens + epLlChunkTokens(c->topk) - 1) / epLlChunkTokens(c->topk);
+  int hybrid = topology->scaleOutRanks > 1;
+  c->scaleUp = hybrid ? (uint32_t)topology->scaleUpRanks : 0;
+  grid->forwardBlocks = 0;
   c->bulk = 0; /* a unit carries its generation: only ordinary stores write both at once */
   for (c->threads = warps * 32; warps > 1 && epLlSmem(kernelId, c) > (uint32_t)topology->smemPerBlock; warps--)
     c->threads = (warps - 1) * 32;
@@ -48,14 +61,20 @@ ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned s
   if (kernelId == EP_KERNEL_LL_DISPATCH) { /* block 0 counts */
     uint64_t rows = T * least(c->layout == EP_LAYOUT_KIND_RANK_MAJOR ? c->ranks - 1 : c->ranks, c->topk);
     grid->pushBlocks = clampTo((T + EP_LL_TOKENS_A_BLOCK - 1) / EP_LL_TOKENS_A_BLOCK, 1, (total - 1) / 2);
-    grid->blocks = grid->pushBlocks + 1;
+    if (hybrid) { /* what the other domains' ranks send for this one: about as much as this rank for theirs */
+      uint64_t far = T * least((uint32_t)topology->scaleOutRanks - 1, c->topk) * epLlStrips(epLlTravels(c->rowBytes, c->scaleBytes));
+      grid->pushBlocks = channelBlocks(topology, chunks, (total - 1) / 3);
+      grid->forwardBlocks = blocksOf(far, 0, warps, (total - 1 - grid->pushBlocks) / 2);
+    }
+    grid->blocks = grid->pushBlocks + 1 + grid->forwardBlocks;
     grid->blocks += blocksOf(rows * epLlPieces(epLlTravels(c->rowBytes, c->scaleBytes), c->layout), 1, warps, total - grid->blocks);
     return ncclSuccess;
   }
   /* 3-D: block 0 sends weights */
   uint64_t strips = epLlStrips(c->rowBytes), rows = T * least(c->ranks - 1, c->topk);
   unsigned before = c->layout == EP_LAYOUT_KIND_RANK_MAJOR ? 0 : 1;
-  grid->pushBlocks = c->ranks > 1 ? before + blocksOf(rows * strips, 0, warps, (total - before) / 2) : 0;
+  grid->pushBlocks = c->ranks > 1 ? before + blocksOf(rows * strips, 0, warps, (total - before) / (hybrid ? 3 : 2)) : 0;
+  if (hybrid) grid->pushBlocks += grid->forwardBlocks = channelBlocks(topology, chunks, (total - before) / 3);
   grid->blocks = grid->pushBlocks + blocksOf(T * strips, 1, warps, total - grid->pushBlocks);
   return ncclSuccess;
 }

@@ -6,11 +6,12 @@
 #include "streams.h"
 
 int epIsLl(const struct ncclEpGroup *group);
-/* The window's bytes, refused beyond what low latency is for. */
-ncclResult_t epLlWindowCheck(const char *call, const epShape *shape, uint64_t *bytes);
+/* Refuses a window beyond what low latency is for. */
+ncclResult_t epLlWindowCheck(const char *call, const epShape *shape, uint64_t bytes);
 /* Layouts that the algorithm has; alignment is not one of its ideas. */
 ncclResult_t epLlHandleCheck(const char *call, ncclEpLayout_t layout, const ncclEpHandleConfig_t *config);
 epLlRecordLayout epLlHandleLayout(const struct ncclEpHandle *handle);
+size_t epLlRecordBytes(const struct ncclEpGroup *group, uint32_t topk);
 
 ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *handle, const epIndices *indices,
                         const ncclEpLayoutInfo_t *info, int borrow, cudaStream_t stream);
@@ -28,8 +29,10 @@ ncclResult_t epLlCombine(const char *call, struct ncclEpHandle *handle, const nc
 /* Sets threads, and gives the grid. `tokens`: T, the best guess of the work there is. */
 ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned sms, int kernelId, uint32_t tokens,
                         epConfig *config, epGrid *grid);
+/* Channels of a group of several scale-up domains. */
+uint32_t epLlChannels(const epTopology *topology);
 /* Tokens that a sending block of dispatch takes at a time. */
-uint32_t epLlTokensABlock(uint32_t tokens, unsigned pushBlocks, uint32_t topk);
+uint32_t epLlTokensABlock(uint32_t tokens, const epGrid *grid, uint32_t topk);
 ncclResult_t epLlPrepareWishes(const struct ncclEpGroup *group, const ncclEpPrepareConfig_t *p, epWishes *out);
 
 #endif

@@ -9,6 +9,7 @@
 typedef struct epGrid {
   unsigned blocks, threads, smemBytes;
   unsigned pushBlocks; /* of `blocks`; dispatch and combine */
+  unsigned forwardBlocks; /* of `blocks`; low latency across scale-up domains */
 } epGrid;
 
 /* SMs that a kernel may use: the device's, or fewer by the caller's limit (0: none). */

@@ -60,6 +60,7 @@ static ncclEpProfileKind_t epProfileKind(uint32_t kernel) {
   case EP_KERNEL_DISPATCH:
   case EP_KERNEL_LL_DISPATCH:
   case EP_KERNEL_HYBRID_DISPATCH:
+  case EP_KERNEL_HYBRID_LL_DISPATCH:
     return NCCL_EP_PROFILE_DISPATCH;
   default:
     return NCCL_EP_PROFILE_COMBINE;

@@ -6,9 +6,8 @@
 #include <stdlib.h>
 
 #include "fail.h"
-#include "hybrid_layout.h"
+#include "hybrid_ll_layout.h"
 #include "jit.h"
-#include "ll_layout.h"
 #include "mask_layout.h"
 
 static const struct {
@@ -31,6 +30,10 @@ static const struct {
                                    "epHybridDispatchArgs", sizeof(epHybridDispatchArgs)},
     [EP_KERNEL_HYBRID_COMBINE] = {"hybrid_combine.h", "ep_hybrid_combine", "ep_hybrid_combine_kernel",
                                   "epHybridCombineArgs", sizeof(epHybridCombineArgs)},
+    [EP_KERNEL_HYBRID_LL_DISPATCH] = {"hybrid_ll_dispatch.h", "ep_hybrid_ll_dispatch", "ep_hybrid_ll_dispatch_kernel",
+                                      "epHybridLlDispatchArgs", sizeof(epHybridLlDispatchArgs)},
+    [EP_KERNEL_HYBRID_LL_COMBINE] = {"hybrid_ll_combine.h", "ep_hybrid_ll_combine", "ep_hybrid_ll_combine_kernel",
+                                     "epHybridLlCombineArgs", sizeof(epHybridLlCombineArgs)},
     [EP_KERNEL_MASK] = {"mask_meet.h", "ep_mask", "ep_mask_kernel", "epMaskArgs", sizeof(epMaskArgs)},
 };
 
