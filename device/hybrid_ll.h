@@ -132,10 +132,25 @@ DEV bool ep_ll_wait_chunk(const C c, const epGroupArgs &g, const epHybridGroup &
   return ok;
 }
 
-/* Whole block: the rails' messages have come. */
-template <class C>
-DEV bool ep_ll_messages(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t gen, uint32_t phase) {
-  return ep_wait_rails(c.threads, g, h, w, gen, phase, [&](uint32_t o) { return epLlSignalMessage(o); });
+/* Whole warp: the message of domain o's rank has come. */
+DEV bool ep_ll_wait_message(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t gen, uint32_t phase) {
+  bool ok = true;
+  if (p::lane() == 0)
+    ok = ep_wait_signal(g, h, 0, epLlSignalMessage(o), gen, EP_GENERATION_ROLL, phase, o * w.ups + w.up);
+  ok = p::shfl(p::FULL, ok, 0);
+  p::sync_warp();
+  return ok;
+}
+
+/* Warp `index` of `warps`: use(o, k, step) for domains of its own, so that none is held up by another that is late; with more warps than domains it is
+ * the domain's k-th of `step`. False: gave up. */
+template <class F> DEV bool ep_ll_each_domain(const epPlace &w, uint32_t index, uint32_t warps, F use) {
+  uint32_t others = w.domains - 1, step = warps < others ? 1 : warps / others;
+  bool ok = true;
+#pragma unroll 1
+  for (uint32_t q = index % others; index / others < step && q < others && ok; q += warps)
+    ok = use((w.domain + 1 + q) % w.domains, index / others, step);
+  return ok;
 }
 
 /* ---- Greetings ----------------------------------------------------------------------------------------------------- */
@@ -150,7 +165,7 @@ template <class C> DEV void ep_ll_greet_far(const epLlRail &net, const C c, cons
 template <class C> DEV void ep_ll_greeted_far(const epLlRail &net, const C c, const epGroupArgs &g, const epLlOp &op, uint32_t phase) {
   epPlace w = ep_place(c, g);
 #pragma unroll 1
-  for (uint32_t o = p::lane(); o < w.domains; o += 32)
+  for (uint32_t o = p::lane(); o < w.domains && c.bug != EP_BUG_NO_CREDIT; o += 32)
     if (o != w.domain && !ep_wait_signal(g, net.h, 0, epLlSignalGreet(w.domains, o), c.bug == EP_BUG_GIN_SLOT_EARLY ? op.gen - 1 : op.gen,
                                          EP_GENERATION_ROLL, phase, o * w.ups + w.up))
       return;

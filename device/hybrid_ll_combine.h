@@ -30,21 +30,22 @@ DEV void ep_ll_weights_far(const epLlRail &net, const C c, const epLlCombineArgs
       continue;
     ep_ll_put_message(c, a.group, net.h, w, o, op.gen, {ep_ll_rail_weights(c, a.group, net.h, w, op.gen, w.domain), out, 4 * n});
   }
-  if (!ep_ll_messages(c, a.group, net.h, w, op.gen, EP_PHASE_COMBINE_ROWS))
-    return;
-#pragma unroll 1
-  for (uint32_t o = 0; o < w.domains; o++) {
+  auto store = [&](uint32_t o, uint32_t k, uint32_t step) {
     const uint32_t *told = (const uint32_t *)(ep_ll_window(w.rank) + ep_ll_rail_weights(c, a.group, net.h, w, op.gen, o));
     const int32_t *forward = (const int32_t *)(a.record + rec.forward) + o * section;
-    uint32_t theirs = o == w.domain ? 0 : c.topk * p::ldg<uint32_t>((const uint32_t *)(a.record + rec.fwdTokens) + o);
+    uint32_t theirs = c.topk * p::ldg<uint32_t>((const uint32_t *)(a.record + rec.fwdTokens) + o);
+    if (!ep_ll_wait_message(a.group, net.h, w, o, op.gen, EP_PHASE_COMBINE_ROWS))
+      return false;
 #pragma unroll 1
-    for (uint32_t i = p::tid(); i < theirs; i += c.threads) {
+    for (uint32_t i = 32 * k + p::lane(); i < theirs; i += 32 * step) {
       int32_t e = p::ldg<int32_t>(forward + i);
       if (e >= 0)
         p::st_relaxed_sys(ep_ll_weights(c, a, op, (uint32_t)e / (c.experts / c.ranks), o * w.ups + w.up) + i,
                           (uint64_t)op.gen << 32 | p::ldg<uint32_t>(told + i));
     }
-  }
+    return true;
+  };
+  (void)ep_ll_each_domain(w, p::warp(), c.threads / 32, store);
   ep_ll_sent_far(net, c, a.group, 0, 1, 1);
 }
 

@@ -47,22 +47,22 @@ template <class C>
 DEV bool ep_ll_counts_from_far(const epLlRail &net, const C c, const epLlDispatchArgs &a, const epLlOp &op) {
   epPlace w = ep_place(c, a.group);
   epHybridRecord rec = ep_ll_rail_record(c, a.group, a.recordLayout);
-  uint32_t locals = c.experts / c.ranks, words = w.ups * (locals + 1);
-  if (!ep_ll_messages(c, a.group, net.h, w, op.gen, EP_PHASE_UPDATE_COUNTS))
-    return false;
-#pragma unroll 1
-  for (uint32_t i = p::tid(); i < w.domains * words; i += c.threads) {
-    uint32_t o = i / words, j = i % words;
-    if (o == w.domain)
-      continue;
+  uint32_t *fwdTokens = (uint32_t *)(a.record + rec.fwdTokens), locals = c.experts / c.ranks, words = w.ups * (locals + 1);
+  auto store = [&](uint32_t o, uint32_t k, uint32_t step) {
+    if (!ep_ll_wait_message(a.group, net.h, w, o, op.gen, EP_PHASE_UPDATE_COUNTS))
+      return false;
     const uint32_t *told = (const uint32_t *)(ep_ll_window(w.rank) + ep_ll_rail_counts(c, net.h, w, op.gen, o));
-    p::st_relaxed_sys(ep_ll_counts(c, a, op, w.domain * w.ups + j / (locals + 1), o * w.ups + w.up) + j % (locals + 1),
-                      (uint64_t)op.gen << 32 | p::ldg<uint32_t>(told + j));
-  }
 #pragma unroll 1
-  for (uint32_t o = p::tid(); o < w.domains; o += c.threads)
-    p::stg<uint32_t>((uint32_t *)(a.record + rec.fwdTokens) + o, o == w.domain ? 0 : ep_ll_rail_tokens(c, net.h, w, op.gen, o));
-  return true;
+    for (uint32_t i = 32 * k + p::lane(); i < words; i += 32 * step)
+      p::st_relaxed_sys(ep_ll_counts(c, a, op, w.domain * w.ups + i / (locals + 1), o * w.ups + w.up) + i % (locals + 1),
+                        (uint64_t)op.gen << 32 | p::ldg<uint32_t>(told + i));
+    if (k == 0 && p::lane() == 0)
+      p::stg<uint32_t>(fwdTokens + o, ep_ll_rail_tokens(c, net.h, w, op.gen, o));
+    return true;
+  };
+  if (p::tid() == 0)
+    p::stg<uint32_t>(fwdTokens + w.domain, 0);
+  return ep_block_agrees(ep_ll_each_domain(w, p::warp(), c.threads / 32, store));
 }
 
 /* ---- Push ---------------------------------------------------------------------------------------------------------- */
@@ -160,35 +160,29 @@ DEV void ep_ll_forward_strip(const C c, const epHybridLlDispatchArgs &b, const e
   }
 }
 
-/* Strips of a row side by side, row t of every domain in turn: about as they come. */
+/* A domain's rows as they come, strips of a row side by side. */
 template <class C> DEV void ep_ll_forward(const C c, const epHybridLlDispatchArgs &b) {
   const epLlDispatchArgs &a = b.plain;
   epPlace w = ep_place(c, a.group);
   uint32_t before = a.pushBlocks + 1, warps = a.forwardBlocks * (c.threads / 32), index = p::warp() * a.forwardBlocks + p::bid() - before;
-  uint32_t strips = epLlStrips(ep_ll_travels(c)), most = 0;
+  uint32_t strips = epLlStrips(ep_ll_travels(c));
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   p::grid_launch();
-  if (op.lost || !ep_ll_messages(c, a.group, b.hybrid, w, op.gen, EP_PHASE_UPDATE_COUNTS))
-    return ep_ll_end(c, a.group, op, a.blocks);
+  auto forward = [&](uint32_t o, uint32_t k, uint32_t step) {
+    if (!ep_ll_wait_message(a.group, b.hybrid, w, o, op.gen, EP_PHASE_UPDATE_COUNTS))
+      return false;
+    uint32_t items = strips * ep_ll_rail_tokens(c, b.hybrid, w, op.gen, o);
 #pragma unroll 1
-  for (uint32_t o = p::tid(); o < w.domains; o += c.threads)
-    p::sts<uint32_t>(ep_ll_rows_sum(c, o), o == w.domain ? 0 : ep_ll_rail_tokens(c, b.hybrid, w, op.gen, o));
-  p::sync_threads();
-#pragma unroll 1
-  for (uint32_t o = 0; o < w.domains; o++) {
-    uint32_t n = p::lds<uint32_t>(ep_ll_rows_sum(c, o));
-    most = n > most ? n : most;
-  }
-#pragma unroll 1
-  for (uint64_t i = index; i < (uint64_t)most * (w.domains - 1) * strips; i += warps) {
-    uint32_t q = (uint32_t)(i / strips), t = q / (w.domains - 1), o = (w.domain + 1 + q % (w.domains - 1)) % w.domains;
-    if (t >= p::lds<uint32_t>(ep_ll_rows_sum(c, o)))
-      continue;
-    if (!ep_ll_wait_chunk(c, a.group, b.hybrid, w, o, t / epLlChunkTokens(c.topk), op.gen, EP_PHASE_DISPATCH_ROWS))
-      break;
-    ep_ll_forward_strip(c, b, w, op, o, t, (uint32_t)(i % strips));
-  }
+    for (uint32_t i = k; i < items; i += step) {
+      if (!ep_ll_wait_chunk(c, a.group, b.hybrid, w, o, i / strips / epLlChunkTokens(c.topk), op.gen, EP_PHASE_DISPATCH_ROWS))
+        return false;
+      ep_ll_forward_strip(c, b, w, op, o, i / strips, i % strips);
+    }
+    return true;
+  };
+  if (!op.lost)
+    (void)ep_ll_each_domain(w, index, warps, forward);
   ep_ll_end(c, a.group, op, a.blocks);
 }
 

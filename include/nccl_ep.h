@@ -633,7 +633,7 @@ ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t *tensor);
  *             first field that differs with both values.
  * Collective; blocks the host. Reads the NCCL_EP_* environment. Allocates one symmetric window (its size in high
  * throughput: ncclEpCalculateBufferSize), registers it, and allocates scratch by `alloc`. Not allowed while the
- * device's stream is being captured. ncclInvalidUsage also answers for several scale-up domains without GIN or in low latency, and
+ * device's stream is being captured. ncclInvalidUsage also answers for several scale-up domains without GIN, and
  * other things not supported yet. A rank that refuses its own arguments, or never calls, is waited for: see "Collective" above. When that wait
  * ends, this process keeps the group's memory, because NCCL's exchange still runs on the device. */
 ncclResult_t ncclEpCreateGroup(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config);

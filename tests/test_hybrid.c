@@ -27,10 +27,14 @@ static void propertiesBody(epTestRank *me) {
   ncclEpGroupProperties_t p = NCCL_EP_GROUP_PROPERTIES_INIT;
   ncclEpBufferSizeConfig_t sizing = NCCL_EP_BUFFER_SIZE_CONFIG_INIT;
   ncclEpBufferSize_t sizes = NCCL_EP_BUFFER_SIZE_INIT;
-  ncclEpGroup_t none = NULL;
+  ncclEpGroup_t ll = NULL;
   epGroupConfigOf(&base, &config);
   config.algorithm = NCCL_EP_ALGO_LOW_LATENCY;
-  EXPECT_ERROR(me, ncclEpCreateGroup(&none, me->comm, &config), ncclInvalidUsage, "scale-up domains|low latency");
+  EXPECT_OK(me, ncclEpCreateGroup(&ll, me->comm, &config));
+  EXPECT_OK(me, ncclEpGetGroupProperties(ll, &p));
+  EXPECT(me, p.hybrid == 1 && p.queue_pairs == p.gin_contexts && p.gin_signals > 4, "low latency: %u contexts, %u queue pairs, %u signals",
+         p.gin_contexts, p.queue_pairs, p.gin_signals);
+  EXPECT_OK(me, ncclEpGroupDestroy(ll));
   epGroupMake(me, &base);
   if (!me->group) return;
   sizing.num_experts = base.experts, sizing.max_tokens = base.maxTokens, sizing.hidden = base.hidden;

@@ -922,6 +922,7 @@ static void stopBody(epTestRank *me) {
 
 static void ranksThatStop(void **state) {
   (void)state;
+  if (getenv("EP_TEST_DOMAINS")) skip(); /* masks are one domain's */
   for (size_t l = 0; l < LENGTH(layouts); l++)
     for (int phase = 0; phase < 3; phase++) {
       stop s = {.phase = phase};
@@ -989,7 +990,7 @@ static void algorithmsTakeTurns(void **state) {
   (void)state;
   const char *wanted = getenv("EP_TEST_SCHEDULES");
   unsigned schedules = wanted ? (unsigned)atoi(wanted) : 4;
-  for (int masks = 0; masks < 2; masks++) {
+  for (int masks = 0; masks < (getenv("EP_TEST_DOMAINS") ? 1 : 2); masks++) {
     both s;
     uint64_t seed = 9;
     uint32_t tokens[] = {3, 0, 4, 1, 4, 2, 4, 3};
@@ -1049,6 +1050,8 @@ static void planted(void **state) {
   for (size_t l = 0; l < LENGTH(layouts); l++)
     for (size_t f = 0; f < LENGTH(faults); f++) {
       plan p;
+      /* Across domains what each operation waits for anyhow is as good as a greeting, but of ranks without tokens. */
+      if (faults[f].bug == EP_BUG_NO_CREDIT && getenv("EP_TEST_DOMAINS")) continue;
       unsigned found = 0;
       char text[4096] = "";
       small(&p, layouts[l], ROUNDS);

@@ -156,10 +156,23 @@ static void algorithmsTakeTurns(void **state) {
     }
 }
 
+/* The same with 8 ranks as 2 domains of 4. */
+static void algorithmsTakeTurnsAcrossDomains(void **state) {
+  (void)state;
+  setenv("EP_TEST_DOMAINS", "2", 1);
+  for (unsigned seed = 1; seed <= wanted(2); seed++) {
+    setting s = {.lowLatency = 1, .steps = 25, .seed = seed};
+    epTestWorld world = {.ranks = 8, .seed = seed, .sms = seed % 3 == 1 ? 3 : 0, .arg = &s};
+    s.layout = seed % 2 ? NCCL_EP_LAYOUT_RANK_MAJOR : NCCL_EP_LAYOUT_EXPERT_MAJOR;
+    epWorldRun(&world, turnsBody);
+  }
+  unsetenv("EP_TEST_DOMAINS");
+}
+
 static void anyOrderAcrossDomains(void **state) {
   (void)state;
-  for (size_t m = 0; m < 2; m++) {
-    setting s = {.layout = modes[m].layout, .steps = 20};
+  for (size_t m = 0; m < sizeof modes / sizeof modes[0]; m++) {
+    setting s = {.lowLatency = modes[m].lowLatency, .layout = modes[m].layout, .steps = 20};
     run(s, 4, 2, wanted(1), 0);
     run(s, 8, 2, wanted(m == 1), 0);
   }
@@ -170,6 +183,8 @@ static void fewBlocks(void **state) {
   (void)state;
   for (size_t m = 0; m < sizeof modes / sizeof modes[0]; m++)
     run((setting){.lowLatency = modes[m].lowLatency, .layout = modes[m].layout, .script = scripts[1]}, 3, 1, 1, 1);
+  for (size_t m = 2; m < sizeof modes / sizeof modes[0]; m++)
+    run((setting){.lowLatency = 1, .layout = modes[m].layout, .script = scripts[1]}, 4, 2, 1, 1);
 }
 
 static void noTokens(void **state) {
@@ -181,6 +196,7 @@ static void noTokens(void **state) {
               .lowLatency = modes[m].lowLatency, .layout = modes[m].layout, .zeroTokens = 1, .script = scripts[1]},
           ranks, 1, 1, 0);
   run((setting){.layout = NCCL_EP_LAYOUT_FLAT, .zeroTokens = 1, .script = scripts[2]}, 2, 2, 1, 0);
+  run((setting){.lowLatency = 1, .layout = NCCL_EP_LAYOUT_EXPERT_MAJOR, .zeroTokens = 1, .script = scripts[2]}, 2, 2, 1, 0);
 }
 
 /* ---- Refusals, and what is left behind ------------------------------------------------------------------------------- */
@@ -371,7 +387,8 @@ static void environment(void **state) {
   epWorldRun(&world, threeBody);
 }
 
-int main(void) {
+/* Those whose names match the argument, or all. */
+int main(int argc, char **argv) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(written),
                                      cmocka_unit_test(anyOrder),
                                      cmocka_unit_test(anyOrderAcrossDomains),
@@ -381,6 +398,8 @@ int main(void) {
                                      cmocka_unit_test(absentRank),
                                      cmocka_unit_test(environment),
                                      cmocka_unit_test(masks),
-                                     cmocka_unit_test(algorithmsTakeTurns)};
+                                     cmocka_unit_test(algorithmsTakeTurns),
+                                     cmocka_unit_test(algorithmsTakeTurnsAcrossDomains)};
+  if (argc > 1) cmocka_set_test_filter(argv[1]);
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
