@@ -172,6 +172,7 @@ ncclResult_t epPolicyHybridMove(const epTopology *t, unsigned sms, int kernelId,
   grid->threads = config->threads;
   grid->smemBytes = epHybridMoveSmem(config);
   grid->blocks = blocks;
+  grid->forwardBlocks = 0;
   grid->pushBlocks = kernelId == EP_KERNEL_DISPATCH ? channels : epLinkPushers(&t->plan, blocks - channels);
   return ncclSuccess;
 }

@@ -6,6 +6,7 @@
 /* A warp a strip of a row (3-D expert-major takes two at a time), and one more that greets: at T = 128 and a row of 14336 bytes on
  * two ranks 1024 to send and to take, 1024 to return and as many to reduce, so that with 132 SMs every warp has one. */
 #define EP_LL_WARPS 16u
+#define EP_LL_HYBRID_WARPS 12u /* across scale-up domains: calls to the network take registers that 16 do not leave */
 /* A sending block counts the decisions before its own tokens: two tokens a block spread the rows over the SMs. */
 #define EP_LL_TOKENS_A_BLOCK 2u
 /* Few items lie on as many SMs, up to this: one SM alone would store a token's eight slots in 1.5 us. */
@@ -39,10 +40,10 @@ uint32_t epLlTokensABlock(uint32_t tokens, const epGrid *grid, uint32_t topk) {
 
 ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned sms, int kernelId, uint32_t tokens,
                         epConfig *c, epGrid *grid) {
-  unsigned warps = topology->arch ? EP_LL_WARPS : EP_EMU_LL_WARPS, total = sms < 4 ? 4 : sms; /* each role has a block */
+  int hybrid = topology->scaleOutRanks > 1;
+  unsigned warps = !topology->arch ? EP_EMU_LL_WARPS : hybrid ? EP_LL_HYBRID_WARPS : EP_LL_WARPS, total = sms < 4 ? 4 : sms; /* each role has a block */
   uint64_t T = tokens ? tokens : 1;
   uint32_t chunks = (tokens + epLlChunkTokens(c->topk) - 1) / epLlChunkTokens(c->topk);
-  int hybrid = topology->scaleOutRanks > 1;
   c->scaleUp = hybrid ? (uint32_t)topology->scaleUpRanks : 0;
   grid->forwardBlocks = 0;
   c->bulk = 0; /* a unit carries its generation: only ordinary stores write both at once */

@@ -58,7 +58,7 @@ ncclResult_t epPolicyUpdate(const epTopology *topology, unsigned sms, uint32_t t
                   config->experts, config->ranks, epUpdateSmem(config), topology->smemPerBlock);
   grid->threads = config->threads;
   grid->smemBytes = epUpdateSmem(config);
-  grid->pushBlocks = 0;
+  grid->pushBlocks = grid->forwardBlocks = 0;
   /* The grid waits for itself, so all of it must be resident: at most one block an SM. */
   uint32_t each = topology->arch ? EP_UPDATE_TOKENS_A_BLOCK : EP_EMU_UPDATE_TOKENS_A_BLOCK;
   grid->blocks = least(least(EP_MAX_UPDATE_BLOCKS, sms), (tokens + each - 1) / each);
@@ -107,7 +107,7 @@ ncclResult_t epPolicyMove(const char *call, const epTopology *topology, unsigned
   grid->threads = config->threads;
   grid->smemBytes = epMoveSmem(config);
   grid->blocks = sms;
-  grid->pushBlocks = 0;
+  grid->pushBlocks = grid->forwardBlocks = 0;
   if (config->ranks > 1) { /* one rank sends nothing */
     /* A sender and a receiver at least, also with a limit of one SM. Senders come first in the grid and never wait for
      * the epilogue, so they need not be resident together. */

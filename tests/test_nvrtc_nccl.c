@@ -20,6 +20,7 @@
 #include "hybrid.h"
 #include "headers.h"
 #include "jit_ext.h"
+#include "low_latency.h"
 
 static const epNvrtc *nvrtc;
 static char cudaInclude[512];
@@ -38,11 +39,12 @@ static int findCudaHeaders(void) {
 
 /* Each kernel, for each target, with each set. */
 typedef struct {
-  int set, kernel, arch, single, part;
+  int set, kernel, arch, single, part, layout;
 } job;
 enum {
   WHOLE = EP_KERNEL_COMBINE - EP_KERNEL_UPDATE + 2, /* the last: without partial sums */
-  KERNELS = WHOLE + 4, /* and the parts of dispatch and combine */
+  PARTS = WHOLE + 4,   /* and the parts of dispatch and combine */
+  KERNELS = PARTS + 4, /* and low latency's dispatch and combine in its two layouts */
   TARGETS = 4,
   THREADS = 2
 };
@@ -55,6 +57,7 @@ static const char *only; /* version of the one set to compile with; "all" */
  * each target with the newest set, and the other kernels for one; with other sets the update for one. */
 static int wanted(const job *j) {
   if (only) return strcmp(only, "all") == 0 || strcmp(only, epNcclBundles[j->set].version) == 0;
+  if (j->layout == EP_LAYOUT_KIND_RANK_MAJOR) return 0;
   if (j->part && (j->kernel != EP_KERNEL_DISPATCH || j->part != EP_PART_RECEIVE)) return 0; /* one part stands for the others */
   if (j->kernel != EP_KERNEL_UPDATE) return j->arch == 90 && j->set == epNcclBundleCount - 1;
   return j->arch == 90 || j->set == epNcclBundleCount - 1;
@@ -67,13 +70,17 @@ static ncclResult_t configOf(const job *j, epConfig *c) {
   if (r != ncclSuccess) return r;
   topology.ranks = 16, topology.scaleUpRanks = 8, topology.scaleOutRanks = 2;
   memset(c, 0, sizeof(*c));
-  c->ranks = 16, c->experts = 256, c->topk = 8, c->layout = EP_LAYOUT_KIND_EXPERT_MAJOR,
+  c->ranks = 16, c->experts = 256, c->topk = 8, c->layout = (uint32_t)j->layout,
   c->single = (uint32_t)j->single, c->part = (uint32_t)j->part;
   if (j->kernel == EP_KERNEL_UPDATE) {
     c->indexBytes = 8;
     return epPolicyUpdate(&topology, 132, 4096, c, &grid);
   }
   c->rowBytes = 14336, c->weights = j->kernel == EP_KERNEL_DISPATCH, c->dtype = EP_DTYPE_BF16;
+  if (j->kernel >= EP_KERNEL_LL_UPDATE) {
+    c->weights = j->kernel == EP_KERNEL_LL_DISPATCH && j->layout == EP_LAYOUT_KIND_RANK_MAJOR;
+    return epPolicyLl("test", &topology, 132, j->kernel, 128, c, &grid);
+  }
   return epPolicyMove("test", &topology, 132, j->kernel, c, &grid);
 }
 
@@ -89,9 +96,13 @@ static void *work(void *unused) {
     int at = next++;
     pthread_mutex_unlock(&mutex);
     if (at >= epNcclBundleCount * TARGETS * KERNELS) break;
-    job j = {at / (TARGETS * KERNELS), EP_KERNEL_UPDATE + at % KERNELS, archs[at / KERNELS % TARGETS], 0, 0};
-    int part = at % KERNELS - WHOLE;
-    if (part >= 0) {
+    job j = {at / (TARGETS * KERNELS), EP_KERNEL_UPDATE + at % KERNELS, archs[at / KERNELS % TARGETS], 0, 0,
+             EP_LAYOUT_KIND_EXPERT_MAJOR};
+    int part = at % KERNELS - WHOLE, ll = at % KERNELS - PARTS;
+    if (ll >= 0) {
+      j.kernel = ll < 2 ? EP_KERNEL_LL_DISPATCH : EP_KERNEL_LL_COMBINE;
+      j.layout = ll % 2 ? EP_LAYOUT_KIND_EXPERT_MAJOR_3D : EP_LAYOUT_KIND_RANK_MAJOR;
+    } else if (part >= 0) {
       j.kernel = part < 2 ? EP_KERNEL_DISPATCH : EP_KERNEL_COMBINE;
       j.part = part % 2 ? EP_PART_RECEIVE : EP_PART_SEND;
     } else if (j.kernel > EP_KERNEL_COMBINE) {
