@@ -17,10 +17,11 @@ enum {
   EP_KERNEL_HYBRID_COMBINE,
   EP_KERNEL_HYBRID_LL_DISPATCH, /* low latency's are in hybrid_ll_layout.h */
   EP_KERNEL_HYBRID_LL_COMBINE,
+  EP_KERNEL_HYBRID_MASK,
   EP_KERNEL_MASK, /* arguments are in mask_layout.h */
   EP_KERNEL_COUNT
 };
-EP_HD int epKernelIsHybrid(int id) { return id >= EP_KERNEL_HYBRID_UPDATE && id <= EP_KERNEL_HYBRID_LL_COMBINE; }
+EP_HD int epKernelIsHybrid(int id) { return id >= EP_KERNEL_HYBRID_UPDATE && id <= EP_KERNEL_HYBRID_MASK; }
 
 enum { EP_QUANTISE_NONE = 0, EP_QUANTISE_E4M3, EP_QUANTISE_POWERS /* with scales that are powers of two */ };
 

@@ -164,7 +164,8 @@ template <class C> DEV void ep_combine_pushers(const C c, const epHybridCombineA
     return;
   for (uint64_t i = p::bid() * warps + p::warp(); i < items; i += b.pushBlocks * warps) {
     uint32_t turn = (uint32_t)(i % sources), o = turn / others, u = (w.up + 1 + turn % others) % w.ups;
-    ep_combine_chunk(c, a, w, o * w.ups + u, (uint32_t)(i / sources), gen);
+    if (!ep_left(c, ep_left_near(c, u)))
+      ep_combine_chunk(c, a, w, o * w.ups + u, (uint32_t)(i / sources), gen);
   }
 }
 
@@ -181,9 +182,10 @@ DEV bool ep_combine_domain(const C c, const epHybridCombineArgs &a, const epPlac
   uint32_t placed = p::ballot(p::FULL, here && !mine && (mates & ep_lanes_below()) == 0);
   uint32_t place = p::popc(placed & ((1u << (p::ffs(mates) - 1)) - 1));
   if (last && !mine && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_wait_flag(b.group, ep_sum_flag(b.group, a.hybrid, w, w.up, o, place, t), gen, EP_PHASE_COMBINE_ROWS, owner);
-  if (p::ballot(p::FULL, !ok))
+    ok = ep_await_flag(c, b.group, ep_sum_flag(b.group, a.hybrid, w, w.up, o, place, t), gen, EP_PHASE_COMBINE_ROWS, owner);
+  if (!ep_parts_stay(c, b.group, ok, mates, &here))
     return false;
+  last = last && here;
   p::sync_warp();
   uint32_t slot = mine ? ep_own_slot(c, b, s, row, entry) : EP_NONE;
   const uint8_t *staged = here && !mine ? ep_sum_row(b.group, w, w.up, o, place, t) : nullptr;
@@ -225,7 +227,10 @@ DEV bool ep_combine_forward(const C c, const epHybridCombineArgs &a, const epPla
     return false;
   uint64_t from = ep_rail_row(c, g, a.hybrid.layout.send, w.domain, o, t);
   uint8_t *to = ep_window(g, w.rank) + from;
-  ep_make_row(c, to, [&](uint32_t at) { return ep_sum_domain(c, sum, at); });
+  if (c.mask && !sum.ranks)
+    ep_slot_move(c, to, 0); /* nothing is left of the token here */
+  else
+    ep_make_row(c, to, [&](uint32_t at) { return ep_sum_domain(c, sum, at); });
   if (c.weights && l < c.topk)
     p::stg<uint32_t>(to + c.rowBytes + 4 * l, weight);
   p::sync_warp();
@@ -245,14 +250,14 @@ template <class C> DEV void ep_combine_forwarders(const C c, const epHybridCombi
     return;
   epChannel ch = ep_channel(a.hybrid, w, channel);
   for (uint32_t o = 0; o < w.domains; o++) {
-    uint32_t n = o == w.domain ? 0 : p::ldg<uint32_t>(fwdTokens + o);
+    uint32_t n = o == w.domain || ep_left(c, ep_left_rail(c, o)) ? 0 : p::ldg<uint32_t>(fwdTokens + o);
     most = n > most ? n : most;
   }
   for (uint32_t batch = channel; batch * rows < most; batch += channels) {
     if (c.bug == EP_BUG_GIN_SIGNAL_FIRST)
       ep_channel_tell(c, a.hybrid, w, ch, batch / channels + 1, true);
     for (uint32_t o = 0; o < w.domains; o++) {
-      uint32_t n = o == w.domain ? 0 : p::ldg<uint32_t>(fwdTokens + o);
+      uint32_t n = o == w.domain || ep_left(c, ep_left_rail(c, o)) ? 0 : p::ldg<uint32_t>(fwdTokens + o);
       if (batch * rows >= n)
         continue;
       for (uint32_t t = batch * rows; t < n && t < (batch + 1) * rows; t++)
@@ -287,9 +292,10 @@ DEV bool ep_combine_token(const C c, const epHybridCombineArgs &a, const epPlace
       entry = EP_ENTRY((uint32_t)e % locals, (uint32_t)p::ldg<int32_t>((const int32_t *)(b.record + b.recordLayout.sendPos) + at));
   }
   if (far && last && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_wait_tail(g, h, w, o, batch % h.layout.channels, epTailOf(gen, batch / h.layout.channels + 1), EP_PHASE_COMBINE_ROWS);
-  if (p::ballot(p::FULL, !ok))
+    ok = ep_wait_tail(c, g, h, w, o, batch % h.layout.channels, epTailOf(gen, batch / h.layout.channels + 1), EP_PHASE_COMBINE_ROWS);
+  if (!ep_parts_stay(c, g, ok, mates, &far))
     return false;
+  last = last && (here || far);
   if (c.single) {
     epSlots slots;
     if (!ep_slots_domain(c, a, w, w.domain, t, here, owner, row, entry, gen, &slots))
@@ -330,7 +336,8 @@ DEV void ep_combine_reducers(const C c, const epHybridCombineArgs &a, uint32_t g
   bool ok = p::bid() == b.blocks - 1;
   for (uint32_t i = p::tid(); i < w.domains * channels && ok; i += c.threads)
     if (i / channels != w.domain)
-      ok = ep_wait_tail(b.group, a.hybrid, w, i / channels, i % channels, epTailOf(gen + 1, 0), EP_PHASE_COMBINE_ROWS);
+      ok = ep_wait_tail(c, b.group, a.hybrid, w, i / channels, i % channels, epTailOf(gen + 1, 0), EP_PHASE_COMBINE_ROWS) ||
+           !ep_stopped(c, b.group);
 }
 
 template <class C> DEV void ep_hybrid_combine(const C c, const epHybridCombineArgs &a) {
@@ -341,7 +348,8 @@ template <class C> DEV void ep_hybrid_combine(const C c, const epHybridCombineAr
   epProfile profile = ep_profile_begin(b.group, EP_KERNEL_HYBRID_COMBINE);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(b.group)->stageGen) + 1;
   uint32_t reduce = c.part == EP_PART_RECEIVE ? 0 : b.pushBlocks + epChannelBlocks(a.hybrid.layout.channels, c.threads);
-  if (ep_record_usable(b.recordLayout, b.record)) {
+  if (ep_record_usable(b.recordLayout, b.record) &&
+      ep_record_current(c, b.group, (const epRecordHeader *)(b.record + b.recordLayout.header))) {
     if (c.part != EP_PART_RECEIVE && p::bid() < b.pushBlocks)
       ep_combine_pushers(c, a, gen);
     else if (p::bid() < reduce)

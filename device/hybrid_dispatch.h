@@ -12,6 +12,7 @@
 #define EP_DEVICE_HYBRID_DISPATCH_H_
 
 #include "dispatch.h"
+#include "hybrid_missing.h"
 #include "rail.h"
 
 /* One token on its way: lane k has its k-th choice. */
@@ -31,8 +32,9 @@ template <class C> DEV epToken ep_token(const C c, const epDispatchArgs &a, cons
   bool here = k.owner / w.ups == w.domain;
   uint32_t ranks = p::match_any(p::FULL, here && k.owner != w.rank ? k.owner : ep_lone_key());
   uint32_t domains = p::match_any(p::FULL, here ? ep_lone_key() : k.owner / w.ups);
-  k.near = p::ballot(p::FULL, here && k.owner != w.rank && (ranks & ep_lanes_below()) == 0);
-  k.far = p::ballot(p::FULL, !here && (domains & ep_lanes_below()) == 0);
+  k.near = p::ballot(p::FULL, here && k.owner != w.rank && (ranks & ep_lanes_below()) == 0 &&
+                                  !ep_left(c, ep_left_near(c, k.owner % w.ups)));
+  k.far = p::ballot(p::FULL, !here && (domains & ep_lanes_below()) == 0 && !ep_left(c, ep_left_rail(c, k.owner / w.ups)));
   return k;
 }
 
@@ -114,6 +116,8 @@ template <class C> DEV void ep_hybrid_senders(const C c, const epHybridDispatchA
 
 /* One block: each thread watches its share of the tails, until all are complete. */
 template <class C> DEV void ep_hybrid_forwarder(const C c, const epHybridDispatchArgs &a, uint32_t gen) {
+  if (c.mask)
+    return ep_tails_forward(c, a, gen);
   const epGroupArgs &g = a.plain.group;
   const epHybridGroup &h = a.hybrid;
   epPlace w = ep_place(c, g);
@@ -146,8 +150,8 @@ template <class C> DEV void ep_hybrid_forwarder(const C c, const epHybridDispatc
 
 /* ---- Epilogue ----------------------------------------------------------------------------------------------------- */
 
-/* Whole warp: the row of token t of source s is there; where, and false: gave up. A rank of another domain is waited for where
- * its rows come to this one. */
+/* Whole warp: the row of token t of source s is there; where, and false: gave up, or with masks there is none. A rank of another domain is
+ * waited for where its rows come to this one. */
 template <class C>
 DEV bool ep_hybrid_ready(const C c, const epHybridDispatchArgs &a, const epPlace &w, uint32_t s, uint32_t t, uint32_t gen,
                          const uint8_t **row) {
@@ -161,28 +165,32 @@ DEV bool ep_hybrid_ready(const C c, const epHybridDispatchArgs &a, const epPlace
   if (o == w.domain) {
     *row = ep_near_row(g, w, w.up, u, t);
     return c.bug == EP_BUG_SKIP_WAIT ||
-           ep_warp_wait_flag(g, ep_near_flag(g, w, w.up, u, t / epChunkRows(c.rowBytes)), gen, EP_PHASE_DISPATCH_ROWS, s);
+           ep_warp_await_flag(c, g, ep_near_flag(g, w, w.up, u, t / epChunkRows(c.rowBytes)), gen, EP_PHASE_DISPATCH_ROWS, s);
   }
   *row = ep_window(g, w.domain * w.ups + u) + ep_rail_row(c, g, h.layout.rail, w.domain, o, t);
   uint32_t batch = t / ep_batch_rows(c, h);
   bool ok = true;
   if (p::lane() == 0 && c.bug != EP_BUG_SKIP_WAIT) {
     const uint64_t *tail = ep_tail_word(g, h, w, w.up, u, o, batch % h.layout.channels);
-    ok = ep_wait_value(g, [&] { return p::ld_acquire_sys(tail); }, epTailOf(gen, batch / h.layout.channels + 1),
-                       EP_TAIL_ROLL, EP_PHASE_DISPATCH_ROWS, u == w.up ? s : w.domain * w.ups + u);
+    uint64_t want = epTailOf(gen, batch / h.layout.channels + 1);
+    if (c.mask)
+      ok = ep_tail_brought(c, g, tail, want, gen, s);
+    else
+      ok = ep_wait_value(g, [&] { return p::ld_acquire_sys(tail); }, want, EP_TAIL_ROLL, EP_PHASE_DISPATCH_ROWS,
+                         u == w.up ? s : w.domain * w.ups + u);
   }
   ok = p::shfl(p::FULL, ok, 0);
   p::sync_warp();
   return ok;
 }
 
-/* Whole warp: a row to the output rows `pos` of the lanes in `places`. */
+/* Whole warp: a row to the output rows `pos` of the lanes in `places`. `any`: as in ep_load. */
 template <class C>
 DEV void ep_hybrid_store(const C c, const epHybridDispatchArgs &a, const uint8_t *row, const uint8_t *scales, uint32_t places,
-                         uint32_t pos) {
+                         uint32_t pos, bool any) {
   const epDispatchArgs &d = a.plain;
   for (uint32_t at = 16 * p::lane(); at - 16 * p::lane() < c.rowBytes; at += EP_PART) {
-    epPart x = ep_part_load(row, at, c.rowBytes);
+    epPart x = ep_part_load(row, at, c.rowBytes, any);
     for (uint32_t m = places; m; m &= m - 1) {
       uint32_t to = p::shfl(p::FULL, pos, p::ffs(m) - 1);
       ep_part_store(d.outTokens + (uint64_t)to * c.rowBytes, at, c.rowBytes, x);
@@ -190,7 +198,7 @@ DEV void ep_hybrid_store(const C c, const epHybridDispatchArgs &a, const uint8_t
   }
   for (uint32_t base = 0; base < c.scaleBytes; base += 128) {
     uint32_t at = base + 4 * p::lane();
-    uint32_t v = at < c.scaleBytes ? p::ldg<uint32_t>(scales + at) : 0;
+    uint32_t v = at < c.scaleBytes ? ep_load<uint32_t>(scales + at, any) : 0;
     for (uint32_t m = places; m; m &= m - 1) {
       uint32_t to = p::shfl(p::FULL, pos, p::ffs(m) - 1);
       if (at < c.scaleBytes)
@@ -201,7 +209,7 @@ DEV void ep_hybrid_store(const C c, const epHybridDispatchArgs &a, const uint8_t
 
 /* Whole warp: row j of source s, which is at `row`. */
 template <class C>
-DEV void ep_hybrid_arrange(const C c, const epHybridDispatchArgs &a, uint32_t s, uint32_t j, const uint8_t *row) {
+DEV void ep_hybrid_arrange(const C c, const epHybridDispatchArgs &a, uint32_t s, uint32_t j, const uint8_t *row, bool any = false) {
   const epDispatchArgs &d = a.plain;
   uint32_t l = p::lane(), me = d.group.rank, locals = c.experts / c.ranks, weight = 0;
   const uint32_t *meta = ep_record_meta(c, d.group, d.recordLayout, d.record, s, j);
@@ -210,13 +218,13 @@ DEV void ep_hybrid_arrange(const C c, const epHybridDispatchArgs &a, uint32_t s,
   if (s == me)
     scales = d.scales + (uint64_t)token * c.scaleBytes;
   if (c.weights && l < c.topk)
-    weight = p::ldg<uint32_t>(s == me ? (const uint8_t *)(d.weights + (uint64_t)token * c.topk + l) : tail + 4 * l);
+    weight = ep_load<uint32_t>(s == me ? (const uint8_t *)(d.weights + (uint64_t)token * c.topk + l) : tail + 4 * l, any);
   if (c.layout == EP_LAYOUT_KIND_FLAT) {
     uint32_t pos = p::ldg<uint32_t>((const uint32_t *)(d.record + d.recordLayout.recvBase) + s) + j;
     pos += c.bug == EP_BUG_SLOT_OFF_BY_ONE && pos + 1 < d.capacity;
     if (pos >= d.capacity)
       return;
-    ep_hybrid_store(c, a, row, scales, 1, pos);
+    ep_hybrid_store(c, a, row, scales, 1, pos, any);
     uint64_t at = (uint64_t)pos * c.topk + l;
     uint32_t first = d.globalIdx ? me * locals : 0;
     if (l < c.topk && d.outIdx)
@@ -230,7 +238,7 @@ DEV void ep_hybrid_arrange(const C c, const epHybridDispatchArgs &a, uint32_t s,
   bool fits = slot < d.capacity;
   if (fits && c.weights)
     p::stg<float>(d.outWeights + slot, p::as_float(weight));
-  ep_hybrid_store(c, a, row, scales, p::ballot(p::FULL, fits), slot);
+  ep_hybrid_store(c, a, row, scales, p::ballot(p::FULL, fits), slot, any);
 }
 
 /* Row j of every source in turn, so that a warp meets rows in the order in which they arrive. */
@@ -249,9 +257,15 @@ DEV void ep_hybrid_epilogue(const C c, const epHybridDispatchArgs &a, uint32_t g
       continue;
     uint32_t t = EP_META_TOKEN(p::ldg<uint32_t>(ep_record_meta(c, d.group, d.recordLayout, d.record, s, j)));
     const uint8_t *row = nullptr;
-    if (!ep_hybrid_ready(c, a, w, s, t, gen, &row))
+    bool there = ep_hybrid_ready(c, a, w, s, t, gen, &row);
+    if (there && c.mask && ep_bringer(c, d.group, s) != s)
+      there = ep_hybrid_arrange_far(c, a, s, j, row);
+    else if (there)
+      ep_hybrid_arrange(c, a, s, j, row);
+    if (!there && p::ballot(p::FULL, ep_stopped(c, d.group)))
       return;
-    ep_hybrid_arrange(c, a, s, j, row);
+    if (!there)
+      ep_row_missing(c, d, s, j);
   }
 }
 
@@ -262,7 +276,8 @@ template <class C> DEV void ep_hybrid_dispatch(const C c, const epHybridDispatch
   const epDispatchArgs &d = a.plain;
   epProfile profile = ep_profile_begin(d.group, EP_KERNEL_HYBRID_DISPATCH);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(d.group)->stageGen) + 1;
-  if (ep_record_usable(d.recordLayout, d.record)) {
+  if (ep_record_usable(d.recordLayout, d.record) &&
+      ep_record_current(c, d.group, (const epRecordHeader *)(d.record + d.recordLayout.header))) {
     if (c.part == EP_PART_WHOLE ? p::bid() < d.pushBlocks : c.part == EP_PART_SEND)
       ep_hybrid_senders(c, a, gen);
     else if (p::bid() == d.pushBlocks)

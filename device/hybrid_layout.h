@@ -151,10 +151,14 @@ EP_HD uint32_t epSignalCount(uint32_t domains, uint32_t channels) { return domai
 /* Value of a tail when `batches` of a channel have been sent in the operation of generation `gen`. */
 EP_HD uint64_t epTailOf(uint32_t gen, uint32_t batches) { return ((uint64_t)(gen - 1) << EP_TAIL_BITS) + batches; }
 
-/* Shared memory of a block that moves rows: the verdict word, and what each warp has for each domain (rail.h). */
+/* Shared memory of a block that moves rows: the verdict word, and what each warp has for each domain (rail.h); with masks, a word for each
+ * domain and for each rank of this one: nothing goes there (rail_mask.h). */
 #define EP_RUN_SMEM 24u
-EP_HD uint32_t epHybridMoveSmem(const epConfig *c) {
+EP_HD uint32_t epLeftOffset(const epConfig *c) {
   return EP_VERDICT_BYTES + EP_RUN_SMEM * (c->threads / 32) * (c->ranks / c->scaleUp);
+}
+EP_HD uint32_t epHybridMoveSmem(const epConfig *c) {
+  return epLeftOffset(c) + (c->mask ? 4 * (c->ranks / c->scaleUp + c->scaleUp) : 0);
 }
 /* Blocks whose warps each serve a channel. */
 EP_HD uint32_t epChannelBlocks(uint32_t channels, uint32_t threads) { return (channels + threads / 32 - 1) / (threads / 32); }

@@ -82,17 +82,18 @@ DEV bool ep_slots_domain(const C c, const epHybridCombineArgs &a, const epPlace 
   bool mine = here && owner == w.rank, ok = true;
   slots->top = here ? ep_slot_top(c, mates) : l;
   if (here && slots->top == l && !mine && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_wait_flag(b.group, ep_slot_flag(b.group, a.hybrid, w, w.up, o, l, t), gen, EP_PHASE_COMBINE_ROWS, owner);
-  if (p::ballot(p::FULL, !ok))
+    ok = ep_await_flag(c, b.group, ep_slot_flag(b.group, a.hybrid, w, w.up, o, l, t), gen, EP_PHASE_COMBINE_ROWS, owner);
+  bool there = here;
+  if (!ep_parts_stay(c, b.group, ok, mates, &there))
     return false;
   p::sync_warp();
   uint32_t slot = mine ? ep_own_slot(c, b, o * w.ups + w.up, row, entry) : EP_NONE;
-  const uint8_t *staged = here && !mine ? ep_slot_row(b.group, w, w.up, o, slots->top, t) : nullptr;
+  const uint8_t *staged = there && !mine ? ep_slot_row(b.group, w, w.up, o, slots->top, t) : nullptr;
   slots->rows = p::ballot(p::FULL, here && slots->top == l);
   slots->address = slot != EP_NONE ? ep_own_address(c, b, slot) : (uint64_t)staged;
   slots->weight = 0;
   if (c.weights)
-    slots->weight = mine ? ep_own_weight(c, b, slot) : here ? p::ldg<uint32_t>(staged + c.rowBytes + 4 * l) : 0;
+    slots->weight = mine ? ep_own_weight(c, b, slot) : there ? p::ldg<uint32_t>(staged + c.rowBytes + 4 * l) : 0;
   return true;
 }
 

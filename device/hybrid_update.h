@@ -60,12 +60,12 @@ DEV void ep_hybrid_bases(const C c, const epHybridUpdateArgs &a, const uint32_t 
     uint32_t dst = expert ? i / locals : i - c.experts, word = expert ? i % locals : locals;
     if (!expert)
       value = EP_ROWS_WORD(value, EP_ROWS_TAG(c.topk, c.layout));
-    if (dst / w.ups == w.domain)
+    if (dst / w.ups != w.domain)
+      p::stg<uint64_t>(ep_out_count(c, a, dst / w.ups, dst % w.ups * (locals + 1) + word), value);
+    else if (!ep_masked(c, g, dst))
       p::st_relaxed_sys((uint64_t *)(ep_window(g, dst) + g.window.counts) +
                             (uint64_t)((gen & 1) * c.ranks + g.rank) * (locals + 1) + word,
                         ep_word(gen, value));
-    else
-      p::stg<uint64_t>(ep_out_count(c, a, dst / w.ups, dst % w.ups * (locals + 1) + word), value);
   }
   for (uint32_t o = p::tid(); last && o < w.domains; o += c.threads)
     p::stg<uint64_t>(ep_out_count(c, a, o, ep_domain_words(c)), a.plain.tokens);
@@ -80,7 +80,7 @@ DEV void ep_hybrid_place(const C c, const epHybridUpdateArgs &a, uint32_t t0, ui
   uint32_t w = p::warp(), below = ep_lanes_below(), locals = c.experts / c.ranks;
   int32_t *sendRow = (int32_t *)(a.plain.record + rl.sendRow), *sendPos = (int32_t *)(a.plain.record + rl.sendPos);
   uint32_t *out = (uint32_t *)(ep_window(g, g.rank) + a.hybrid.layout.outMeta);
-  epRouteWalk walk = ep_route_walk(c, a.plain, t0, t1);
+  epRouteWalk walk = ep_route_walk(c, a.plain, t0, t1, true);
   while (walk.t < t1) {
     epRouteLane r = ep_route_lane(c, a.plain, walk);
     uint32_t pos = 0, row = 0;
@@ -104,7 +104,7 @@ DEV void ep_hybrid_place(const C c, const epHybridUpdateArgs &a, uint32_t t0, ui
       bool mine = r.valid && r.owner == owner;
       if (mine)
         myRow = itsRow;
-      if (owner / at.ups != at.domain)
+      if (owner / at.ups != at.domain || ep_masked(c, g, owner))
         continue;
       uint32_t *meta = ep_meta_row(c, a.plain, owner, itsRow, gen);
       p::stg<uint32_t>(meta + 1 + r.k, mine ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
@@ -133,15 +133,23 @@ DEV bool ep_last_block(uint32_t *counter, uint32_t blocks) {
   return last;
 }
 
+/* What source s has for rank `dst` of my domain is there; with masks, `lost`: there is nothing. */
+template <class C>
+DEV void ep_meta_flag(const C c, const epGroupArgs &g, uint32_t dst, uint32_t s, uint32_t gen, bool lost) {
+  uint32_t *flag = (uint32_t *)(ep_window(g, dst) + g.window.metaFlags) + s;
+  if (!ep_masked(c, g, dst))
+    p::st_release_sys(flag, c.mask ? EP_FLAG(gen, lost) : gen);
+}
+
 /* Whole block, the last one with its meta rows stored: flags in the domain, puts to the rail. */
 template <class C> DEV void ep_hybrid_send(const C c, const epHybridUpdateArgs &a, uint32_t gen) {
   const epGroupArgs &g = a.plain.group;
   const epHybridGroup &h = a.hybrid;
   epPlace w = ep_place(c, g);
   for (uint32_t u = p::tid(); u < w.ups; u += c.threads)
-    p::st_release_sys((uint32_t *)(ep_window(g, w.domain * w.ups + u) + g.window.metaFlags) + g.rank, gen);
+    ep_meta_flag(c, g, w.domain * w.ups + u, g.rank, gen, false);
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
-    if (o == w.domain)
+    if (o == w.domain || ep_rail_masked(c, g, o))
       continue;
     if (a.plain.tokens)
       p::gin_put(h.gin, 0, o, ep_rail_meta(c, a, w.domain, gen), h.layout.outMeta, 8 * a.plain.tokens * c.topk);
@@ -151,19 +159,21 @@ template <class C> DEV void ep_hybrid_send(const C c, const epHybridUpdateArgs &
   }
 }
 
-/* Whole block: words that came from the rail become those of their sources in the windows of the domain. */
+/* Whole block: words that came from the rail become those of their sources in the windows of the domain; with masks, EP_NONE where none
+ * came. */
 template <class C, class F>
-DEV void ep_forward_words(const C c, const epGroupArgs &g, uint64_t section, uint32_t gen, F from) {
+DEV void ep_forward_words(const C c, const epGroupArgs &g, uint64_t section, uint32_t gen, uint32_t what, F from) {
   epPlace w = ep_place(c, g);
   uint32_t locals = c.experts / c.ranks, words = locals + 1, each = w.ups * words;
   for (uint32_t i = p::tid(); i < w.domains * each; i += c.threads) {
     uint32_t o = i / each, u = i % each / words, word = i % words, source = o * w.ups + w.up;
-    if (o == w.domain)
+    if (o == w.domain || ep_masked(c, g, w.domain * w.ups + u))
       continue;
     const uint64_t *value = (const uint64_t *)(ep_window(g, g.rank) + from(o)) + i % each;
+    bool there = ep_rail_there(c, g, what, o, gen);
     p::st_relaxed_sys((uint64_t *)(ep_window(g, w.domain * w.ups + u) + section) +
                           (uint64_t)((gen & 1) * c.ranks + source) * words + word,
-                      ep_word(gen, (uint32_t)p::ldg<uint64_t>(value)));
+                      ep_word(gen, there ? (uint32_t)p::ldg<uint64_t>(value) : EP_NONE));
   }
 }
 
@@ -190,6 +200,8 @@ DEV void ep_forward_token(const C c, const epHybridUpdateArgs &a, uint32_t o, ui
   for (uint32_t m = p::ballot(p::FULL, first); m; m &= m - 1) {
     uint32_t from = p::ffs(m) - 1, dst = p::shfl(p::FULL, owner, from), itsRow = p::shfl(p::FULL, row, from);
     uint32_t *meta = ep_meta(g, c.ranks, dst, o * w.ups + w.up, gen) + (uint64_t)itsRow * g.window.metaWords;
+    if (ep_masked(c, g, dst))
+      continue;
     if (l < c.topk)
       p::stg<uint32_t>(meta + 1 + l, here && owner == dst ? EP_ENTRY(expert % locals, EP_ENTRY_POS(entry)) : EP_NONE);
     if (l == 0)
@@ -205,13 +217,27 @@ template <class C> DEV bool ep_same_routing(const C c, const epHybridUpdateArgs 
   bool ok = true;
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
     const uint64_t *words = (const uint64_t *)(ep_window(g, g.rank) + ep_rail_counts(c, a, o, gen));
-    uint32_t its = o == w.domain ? tag : EP_ROWS_TAG_OF(p::ldg<uint64_t>(words + c.experts / c.ranks));
+    bool there = o != w.domain && ep_rail_there(c, g, 0, o, gen);
+    uint32_t its = there ? EP_ROWS_TAG_OF(p::ldg<uint64_t>(words + c.experts / c.ranks)) : tag;
     if (its == tag)
       continue;
-    ep_report(g, EP_ERR_MISMATCH, EP_PHASE_UPDATE_COUNTS, o * w.ups + w.up, tag, its);
+    if (c.mask)
+      ep_stop(c, g, EP_ERR_MISMATCH, EP_PHASE_UPDATE_COUNTS, o * w.ups + w.up, tag, its);
+    else
+      ep_report(g, EP_ERR_MISMATCH, EP_PHASE_UPDATE_COUNTS, o * w.ups + w.up, tag, its);
     ok = false;
   }
   return ep_block_agrees(ok);
+}
+
+/* All blocks: decisions have come from the rail, and can be taken apart. */
+template <class C> DEV bool ep_hybrid_arrived(const C c, const epHybridUpdateArgs &a, uint32_t gen) {
+  const epGroupArgs &g = a.plain.group;
+  epPlace w = ep_place(c, g);
+  auto signal = [](uint32_t o) { return epSignalMeta(o); };
+  if (c.mask)
+    return ep_rails_verdict(c, g, a.hybrid.gin, gen, EP_PHASE_UPDATE_META, signal, [&] { return ep_same_routing(c, a, gen); });
+  return ep_wait_rails(c.threads, g, a.hybrid, w, gen, EP_PHASE_UPDATE_META, signal) && ep_same_routing(c, a, gen);
 }
 
 /* All blocks: what came from the rail goes to the domain. */
@@ -220,16 +246,15 @@ template <class C> DEV bool ep_hybrid_forward(const C c, const epHybridUpdateArg
   epPlace w = ep_place(c, g);
   epHybridRecord rec = epHybridRecordOf(a.plain.recordLayout.bytes, w.domains, c.topk, g.maxTokens);
   uint32_t warps = a.plain.blocks * (c.threads / 32), index = p::bid() * (c.threads / 32) + p::warp();
-  if (!ep_wait_rails(c.threads, g, a.hybrid, w, gen, EP_PHASE_UPDATE_META, [](uint32_t o) { return epSignalMeta(o); }) ||
-      !ep_same_routing(c, a, gen))
+  if (!ep_hybrid_arrived(c, a, gen))
     return false;
   if (p::bid() == a.plain.blocks - 1)
-    ep_forward_words(c, g, g.window.counts, gen, [&](uint32_t o) { return ep_rail_counts(c, a, o, gen); });
+    ep_forward_words(c, g, g.window.counts, gen, 0, [&](uint32_t o) { return ep_rail_counts(c, a, o, gen); });
   for (uint32_t o = 0; o < w.domains; o++) {
     if (o == w.domain)
       continue;
     const uint64_t *words = (const uint64_t *)(ep_window(g, g.rank) + ep_rail_counts(c, a, o, gen));
-    uint32_t tokens = (uint32_t)p::ldg<uint64_t>(words + ep_domain_words(c));
+    uint32_t tokens = ep_rail_there(c, g, 0, o, gen) ? (uint32_t)p::ldg<uint64_t>(words + ep_domain_words(c)) : 0;
     for (uint32_t t = index; t < tokens && t < g.maxTokens; t += warps)
       ep_forward_token(c, a, o, t, gen);
     if (index == 0 && p::lane() == 0)
@@ -240,7 +265,7 @@ template <class C> DEV bool ep_hybrid_forward(const C c, const epHybridUpdateArg
   for (uint32_t i = p::tid(); i < c.ranks; i += c.threads) {
     uint32_t o = i / w.ups, u = i % w.ups;
     if (o != w.domain)
-      p::st_release_sys((uint32_t *)(ep_window(g, w.domain * w.ups + u) + g.window.metaFlags) + o * w.ups + w.up, gen);
+      ep_meta_flag(c, g, w.domain * w.ups + u, o * w.ups + w.up, gen, !ep_rail_there(c, g, 0, o, gen));
   }
   return true;
 }
@@ -250,10 +275,11 @@ template <class C>
 DEV void ep_hybrid_reply(const C c, const epHybridUpdateArgs &a, uint32_t s, uint32_t word, uint32_t value, uint32_t gen) {
   const epGroupArgs &g = a.plain.group;
   uint32_t words = c.experts / c.ranks + 1;
-  if (s / c.scaleUp == g.rank / c.scaleUp)
-    p::st_relaxed_sys((uint64_t *)(ep_window(g, s) + g.window.replies) + (uint64_t)((gen & 1) * c.ranks + g.rank) * words + word,
-                      ep_word(gen, value));
-  else
+  if (s / c.scaleUp == g.rank / c.scaleUp) {
+    if (!ep_masked(c, g, s))
+      p::st_relaxed_sys((uint64_t *)(ep_window(g, s) + g.window.replies) + (uint64_t)((gen & 1) * c.ranks + g.rank) * words + word,
+                        ep_word(gen, value));
+  } else
     p::stg<uint64_t>(ep_out_reply(c, a, s / c.scaleUp, s % c.scaleUp * words + word), value);
 }
 
@@ -311,7 +337,7 @@ template <class C> DEV void ep_hybrid_gather(const C c, const epHybridUpdateArgs
   }
   p::sync_threads();
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
-    if (o == w.domain)
+    if (o == w.domain || ep_rail_masked(c, u.group, o))
       continue;
     p::gin_put_signal(a.hybrid.gin, 0, o, ep_rail_replies(c, a, w.domain, gen),
                       a.hybrid.layout.outReplies + 8ull * o * ep_domain_words(c), 8 * ep_domain_words(c),
@@ -325,10 +351,11 @@ template <class C> DEV void ep_hybrid_gather(const C c, const epHybridUpdateArgs
 template <class C> DEV void ep_hybrid_replies(const C c, const epHybridUpdateArgs &a, uint32_t gen) {
   const epGroupArgs &g = a.plain.group;
   epPlace w = ep_place(c, g);
-  if (!ep_wait_rails(c.threads, g, a.hybrid, w, gen, EP_PHASE_UPDATE_REPLY,
-                     [&](uint32_t o) { return epSignalReply(w.domains, o); }))
+  auto signal = [&](uint32_t o) { return epSignalReply(w.domains, o); };
+  if (c.mask ? !ep_rails_settle(c, g, a.hybrid.gin, 1, gen, EP_PHASE_UPDATE_REPLY, signal)
+             : !ep_wait_rails(c.threads, g, a.hybrid, w, gen, EP_PHASE_UPDATE_REPLY, signal))
     return;
-  ep_forward_words(c, g, g.window.replies, gen, [&](uint32_t o) { return ep_rail_replies(c, a, o, gen); });
+  ep_forward_words(c, g, g.window.replies, gen, 1, [&](uint32_t o) { return ep_rail_replies(c, a, o, gen); });
   ep_update_replies(c, a.plain, gen);
 }
 
@@ -353,7 +380,7 @@ template <class C> DEV void ep_hybrid_update(const C c, const epHybridUpdateArgs
       ep_update_copy_meta(c, u, gen);
     p::sync_threads();
     if (p::warp() == 0) /* the next update writes what was put from */
-      ep_flush(u.group, a.hybrid, 0);
+      ep_flush(c, u.group, a.hybrid, 0);
   });
   if (last) {
     ep_update_end(u.group);

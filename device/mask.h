@@ -40,6 +40,25 @@ template <class C> DEV bool ep_masked(const C c, const epGroupArgs &g, uint32_t 
   return c.mask && p::ld_relaxed_sys(ep_masked_word(c, g, peer)) != 0;
 }
 
+/* Several scale-up domains: what a rank of this one's rail has told by signals (EP_RAIL_*), and telling it (rail_mask.h). */
+template <class C> DEV_APART uint64_t ep_rail_hears(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer);
+template <class C> DEV_APART void ep_rail_says(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer, uint32_t value);
+template <class C> DEV bool ep_is_far(const C c, const epGroupArgs &g, uint32_t peer) {
+  return c.scaleUp && peer / c.scaleUp != g.rank / c.scaleUp;
+}
+/* Who stores here what comes from `source`: itself, or the rank of its index in this domain. */
+template <class C> DEV uint32_t ep_bringer(const C c, const epGroupArgs &g, uint32_t source) {
+  return ep_is_far(c, g, source) ? g.rank / c.scaleUp * c.scaleUp + source % c.scaleUp : source;
+}
+
+/* The rank of this one's index in domain o is masked. */
+template <class C> DEV bool ep_rail_masked(const C c, const epGroupArgs &g, uint32_t o) {
+  return ep_masked(c, g, o * c.scaleUp + g.rank % c.scaleUp);
+}
+/* What this rank sends gets to `owner`: neither it nor, in another domain, the rank of this one's index is masked. */
+template <class C> DEV bool ep_can_reach(const C c, const epGroupArgs &g, uint32_t owner) {
+  return !ep_masked(c, g, owner) && !(ep_is_far(c, g, owner) && ep_rail_masked(c, g, owner / c.scaleUp));
+}
 /* Low latency's words of each rank. */
 struct epMaskWords {
   uint32_t *left, *lost, *counts;
@@ -87,6 +106,16 @@ DEV void ep_mask_out(const C c, const epGroupArgs &g, uint32_t code, uint32_t ph
   if (window)
     p::st_relaxed_sys((uint32_t *)(window + ep_mask_window(c, g).told) + g.rank,
                       p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch) + 1);
+  if (c.scaleUp && peer % c.scaleUp == g.rank % c.scaleUp && ep_is_far(c, g, peer))
+    ep_rail_says(c, g, EP_RAIL_TOLD, peer, p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch) + 1);
+}
+
+/* What came of `source` by the rank that brings it: it may bring that there is nothing. */
+template <class C>
+DEV bool ep_brought(const C c, const epGroupArgs &g, bool came, bool lost, uint32_t phase, uint32_t source, uint32_t expected) {
+  if (!ep_is_far(c, g, source)) return came;
+  if (came && lost) ep_mask_out(c, g, EP_ERR_MASKED, phase, source, expected, expected - 1);
+  return came && !lost && !ep_masked(c, g, source);
 }
 
 /* This rank lives, and waits. */
@@ -99,6 +128,8 @@ template <class C> DEV void ep_beat(const C c, const epGroupArgs &g, uint64_t no
     if (r != g.rank && window && !ep_masked(c, g, r))
       p::st_relaxed_sys((uint32_t *)(window + ep_mask_window(c, g).beats) + g.rank, slice);
   }
+  for (uint32_t r = c.scaleUp ? g.rank % c.scaleUp : c.ranks; r < c.ranks; r += c.scaleUp)
+    if (r != g.rank && !ep_masked(c, g, r)) ep_rail_says(c, g, EP_RAIL_BEAT, r, 1);
 }
 
 struct epPatience {
@@ -125,11 +156,15 @@ DEV_APART bool ep_peer_gives_up(const C c, const epGroupArgs &g, epPatience &w, 
   if (ep_masked(c, g, peer)) return true;
   const uint8_t *mine = ep_mask_home(c, g, g.rank);
   epMaskWindow words = ep_mask_window(c, g);
-  if (p::ld_relaxed_sys((const uint32_t *)(mine + words.told) + peer) > p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch)) {
+  bool far = ep_is_far(c, g, peer);
+  uint32_t told = far ? (uint32_t)ep_rail_hears(c, g, EP_RAIL_TOLD, peer)
+                      : p::ld_relaxed_sys((const uint32_t *)(mine + words.told) + peer);
+  if (told > p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch)) {
     ep_mask_out(c, g, EP_ERR_MASKED_BY, phase, peer, expected, seen);
     return true;
   }
-  uint32_t life = p::ld_relaxed_sys((const uint32_t *)(mine + words.beats) + peer);
+  uint32_t life = far ? (uint32_t)ep_rail_hears(c, g, EP_RAIL_BEAT, peer)
+                      : p::ld_relaxed_sys((const uint32_t *)(mine + words.beats) + peer);
   if (round > 15 && life != w.life) w.lifeAt = now;
   w.life = life;
   if (waited <= most / 16) return false;

@@ -21,6 +21,18 @@
  *     state   epMaskSlot
  *     lost    u32 [R]   low latency: generation of the last operation in which rows of r did not come
  *     counts  u32 [R][L + 1] low latency: of the running dispatch, as in the window, of the sources that take part
+ *
+ * Scratch of several scale-up domains, behind that
+ *
+ *   state   epRailState
+ *   came    u32 [2][O]  generation of the last update in which the rank of this index in domain o took part: its decisions, its
+ *                       replies
+ *   beats   u32 [O]     signs of life that this rank has given there
+ *   told    u32 [O]     what it has brought its signal TOLD there to
+ *
+ * Signals of the group's first network, behind those of hybrid_layout.h, each by sending domain, context 0: BEAT counts signs of life; TOLD is
+ * a word that is brought to a value: the epoch in which the sender masked this rank, plus one; LEAVE gets 1 << 32, and the beats ever
+ * given, when the sender is about to destroy the group.
  */
 #ifndef EP_DEVICE_MASK_LAYOUT_H_
 #define EP_DEVICE_MASK_LAYOUT_H_
@@ -76,6 +88,35 @@ EP_HD epMaskScratch epMaskScratchOf(uint64_t from, uint32_t ranks, uint32_t expe
   s.slots = epTake(&at, EP_SLOTS * inSlot);
   s.bytes = at;
   return s;
+}
+
+/* In the flag of a source that another rank brings: it did not come. */
+#define EP_LOST EP_DIRECT
+
+typedef struct epRailState {
+  uint64_t comm, window; /* an epGin: of the group's first network */
+  uint32_t signals;      /* the first of those above */
+  uint32_t verdict;      /* last update whose sources from other domains have been settled */
+} epRailState;
+
+typedef struct epRailMasks {
+  uint64_t state, came, beats, told, bytes; /* from the start of the scratch */
+} epRailMasks;
+
+EP_HD epRailMasks epRailMasksOf(uint64_t from, uint32_t domains) {
+  epRailMasks m;
+  uint64_t at = epAlignUp(from, EP_SECTION_ALIGN);
+  m.state = epTake(&at, sizeof(epRailState));
+  m.came = epTake(&at, 8ull * domains);
+  m.beats = epTake(&at, 4ull * domains);
+  m.told = epTake(&at, 4ull * domains);
+  m.bytes = at;
+  return m;
+}
+
+enum { EP_RAIL_BEAT = 0, EP_RAIL_TOLD, EP_RAIL_LEAVE, EP_RAIL_KINDS };
+EP_HD uint32_t epRailSignal(uint32_t first, uint32_t domains, uint32_t kind, uint32_t domain) {
+  return first + kind * domains + domain;
 }
 
 enum { EP_MASK_QUERY = 0, EP_MASK_SET, EP_MASK_CLEAN, EP_MASK_LEAVE }; /* what a launch of the mask kernel does */

@@ -163,19 +163,35 @@ template <class C> DEV void ep_mask_clean(const C c, const epMaskArgs &a, uint32
   p::st_relaxed_sys(&a.result->epoch, v.epoch);
 }
 
+/* One thread: tells `peer`, of the rail, that this rank is about to go, and waits until it has told so as well and all it sent has come. */
+template <class C> DEV void ep_rail_leave(const C c, const epGroupArgs &g, uint32_t peer) {
+  uint64_t start = p::globaltimer();
+  ep_rail_says(c, g, EP_RAIL_LEAVE, peer, 0);
+  for (uint32_t round = 0; !ep_meet_late(g, start, round, g.timeoutNs); round++) {
+    uint64_t word = ep_rail_hears(c, g, EP_RAIL_LEAVE, peer);
+    if (word >> 32 && (uint32_t)word == (uint32_t)ep_rail_hears(c, g, EP_RAIL_BEAT, peer)) return;
+  }
+}
+
 template <class C> DEV void ep_mask(const C c, const epMaskArgs &a) {
+  if (c.scaleUp && !a.group.windows) /* a rehearsal */
+    return;
   p::grid_wait();
   const epGroupArgs &g = a.group;
   epMaskState *state = ep_mask_state(c, g);
   uint32_t number = p::ld_relaxed_sys(&state->meetings) + 1;
   for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
-    bool other = r != g.rank && ep_mask_home(c, g, r);
+    bool other = r != g.rank && (c.scaleUp || ep_mask_home(c, g, r));
     if (a.op == EP_MASK_QUERY) p::stg<int32_t>(a.out + r, ep_masked(c, g, r) ? 0 : 1);
     if (a.op == EP_MASK_SET && other && !(a.keep[r / 32] >> r % 32 & 1))
       ep_mask_out(c, g, EP_ERR_NONE, EP_PHASE_NONE, r, 0, 0);
     if (a.op == EP_MASK_SET) p::st_relaxed_sys(ep_mask_words(c, g).left + r, ep_masked(c, g, r) ? 1 : 0);
     if (a.op < EP_MASK_CLEAN) continue;
     other = other && (a.op == EP_MASK_CLEAN || !ep_masked(c, g, r));
+    if (ep_is_far(c, g, r)) {
+      if (other && r % c.scaleUp == g.rank % c.scaleUp) ep_rail_leave(c, g, r);
+      continue;
+    }
     p::sts<uint32_t>(ep_meet_at(r, 0), other && ep_meet(c, a, r, number));
   }
   if (a.op < EP_MASK_CLEAN) return;

@@ -3,8 +3,7 @@
 #ifndef EP_DEVICE_RAIL_H_
 #define EP_DEVICE_RAIL_H_
 
-#include "gin.h"
-#include "rows.h"
+#include "rail_mask.h"
 
 /* Where this rank is. */
 struct epPlace {
@@ -19,16 +18,6 @@ template <class C> DEV epPlace ep_place(const C c, const epGroupArgs &g) {
   w.domain = g.rank / c.scaleUp;
   w.up = g.rank % c.scaleUp;
   return w;
-}
-
-DEV bool ep_reached(uint64_t value, uint64_t want, uint32_t bits) {
-  uint64_t mask = ~0ull >> (64 - bits);
-  return ((value - want) & mask) <= mask >> 1;
-}
-
-/* What a report says of a tail, as of a generation: operations that are complete, or must be. */
-DEV uint32_t ep_told(uint64_t value, uint32_t bits) {
-  return (uint32_t)(bits == EP_TAIL_ROLL ? value >> EP_TAIL_BITS : value);
 }
 
 /* Waits until `read`, an acquire, has come to `want` in the given bits. */
@@ -61,16 +50,24 @@ DEV uint32_t ep_context(const epHybridGroup &h, uint32_t channel) { return chann
 DEV uint64_t ep_tail(const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t channel) {
   return p::gin_read(h.gin, ep_context(h, channel), epSignalRows(w.domains, h.layout.channels, o, channel));
 }
-DEV bool ep_wait_tail(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t channel,
+/* False: gave up; with masks, perhaps on this rail alone (ep_stopped). */
+template <class C>
+DEV bool ep_wait_tail(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t channel,
                       uint64_t want, uint32_t phase) {
-  return ep_wait_value(g, [&] { return ep_tail(h, w, o, channel); }, want, EP_TAIL_ROLL, phase, o * w.ups + w.up);
+  auto read = [&] { return ep_tail(h, w, o, channel); };
+  if (c.mask)
+    return ep_await_value(c, g, read, [&](uint64_t seen) { return ep_reached(seen, want, EP_TAIL_ROLL); }, want, EP_TAIL_ROLL,
+                          phase, o * w.ups + w.up);
+  return ep_wait_value(g, read, want, EP_TAIL_ROLL, phase, o * w.ups + w.up);
 }
 
 /* Whole warp: what was put by the context may be written again. */
-DEV bool ep_flush(const epGroupArgs &g, const epHybridGroup &h, uint32_t context) {
+template <class C> DEV bool ep_flush(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t context) {
   uint64_t start = p::globaltimer();
-  return p::gin_flush(h.gin, context,
-                      [&](uint32_t round) { return ep_give_up(g, start, round, EP_PHASE_NETWORK, g.rank, 1, 0); });
+  return p::gin_flush(h.gin, context, [&](uint32_t round) {
+    return c.mask ? ep_network_gives_up(c, g, start, round)
+                  : ep_give_up(g, start, round, EP_PHASE_NETWORK, g.rank, 1, 0);
+  });
 }
 
 /* Whole block: for every other domain, this rank's signal from there has come to `want`. */
@@ -93,11 +90,11 @@ DEV bool ep_domain_credits(const C c, const epGroupArgs &g, const epHybridGroup 
   bool ok = true;
   for (uint32_t u = p::tid(); u < w.ups && ok && c.bug != EP_BUG_NO_CREDIT; u += c.threads)
     if (u != w.up)
-      ok = ep_wait_flag(g, credits + u, gen - 1, phase, w.domain * w.ups + u);
+      ok = ep_take(c, g, ep_await_flag(c, g, credits + u, gen - 1, phase, w.domain * w.ups + u), ep_left_near(c, u));
   if (!ep_block_agrees(ok))
     return false;
   for (uint32_t o = p::tid(); p::bid() == 0 && o < w.domains; o += c.threads)
-    if (o != w.domain)
+    if (o != w.domain && !ep_rail_masked(c, g, o))
       p::gin_signal_weak(h.gin, 0, o, epSignalCredit(w.domains, w.domain), 1);
   return true;
 }
@@ -106,6 +103,9 @@ DEV bool ep_domain_credits(const C c, const epGroupArgs &g, const epHybridGroup 
 template <class C>
 DEV bool ep_rail_credits(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t phase) {
   epPlace w = ep_place(c, g);
+  if (c.mask)
+    return ep_await_rails(c, g, h.gin, gen, phase, [&](uint32_t o) { return epSignalCredit(w.domains, o); },
+                          [&](uint32_t o, bool came) { ep_take(c, g, came, ep_left_rail(c, o)); });
   return ep_wait_rails(c.threads, g, h, w, c.bug == EP_BUG_GIN_SLOT_EARLY ? gen - 1 : gen, phase,
                        [&](uint32_t o) { return epSignalCredit(w.domains, o); });
 }
@@ -159,12 +159,15 @@ struct epPart {
   uint4 v[EP_WIDE];
 };
 
+/* A load of what may be written meanwhile, if `any` (hybrid_missing.h). */
+template <class T> DEV T ep_load(const void *at, bool any) { return any ? p::ldg_any<T>(at) : p::ldg<T>(at); }
+
 /* The lane's vectors from byte `at` on; zeros past the end. */
-DEV epPart ep_part_load(const uint8_t *row, uint32_t at, uint32_t bytes) {
+DEV epPart ep_part_load(const uint8_t *row, uint32_t at, uint32_t bytes, bool any = false) {
   epPart x;
 #pragma unroll
   for (uint32_t u = 0; u < EP_WIDE; u++)
-    x.v[u] = at + 512 * u < bytes ? p::ldg<uint4>(row + at + 512 * u) : ep_zero4();
+    x.v[u] = at + 512 * u < bytes ? ep_load<uint4>(row + at + 512 * u, any) : ep_zero4();
   return x;
 }
 DEV void ep_part_store(uint8_t *row, uint32_t at, uint32_t bytes, const epPart &x) {
@@ -255,7 +258,7 @@ DEV void ep_channel_tell(const C c, const epHybridGroup &h, const epPlace &w, co
                          bool all) {
   p::sync_warp();
   for (uint32_t o = p::lane(); o < w.domains; o += 32)
-    if (o != w.domain)
+    if (o != w.domain && !ep_left(c, ep_left_rail(c, o)))
       ep_channel_tell_one(c, h, w, ch, o, batches, all);
   p::sync_warp();
 }
@@ -273,7 +276,7 @@ template <class C>
 DEV void ep_channel_end(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, const epChannel &ch) {
   ep_channel_tell(c, h, w, ch, 1u << EP_TAIL_BITS, true);
   if (c.bug != EP_BUG_GIN_NO_FLUSH)
-    ep_flush(g, h, ch.context);
+    ep_flush(c, g, h, ch.context);
 }
 
 /* Rows of the busiest source, from a record: whole warp, same answer in all lanes. */
@@ -299,7 +302,7 @@ template <class C> DEV void ep_hybrid_end(const C c, const epGroupArgs &g, uint3
   if (c.part == EP_PART_SEND)
     return;
   for (uint32_t u = 0; u < w.ups; u++)
-    if (u != w.up)
+    if (u != w.up && !ep_masked(c, g, w.domain * w.ups + u))
       p::st_release_sys((uint32_t *)(ep_window(g, w.domain * w.ups + u) + g.window.credits) + g.rank, gen);
   p::stg<uint32_t>(&state->aborted, 0);
   p::stg<uint32_t>(&state->errorClaimed, 0);

@@ -37,11 +37,14 @@ template <class C> DEV int64_t ep_route_ask(const C c, const epUpdateArgs &a, ui
 /* A warp's way through tokens [t, end): decisions are asked for two iterations ahead, since each is a trip to memory. */
 struct epRouteWalk {
   uint32_t t, end;
+  bool again; /* the record has the decisions: with masks some are no more than -1 */
   int64_t next, ahead;
 };
 
-template <class C> DEV epRouteWalk ep_route_walk(const C c, const epUpdateArgs &a, uint32_t t, uint32_t end) {
+template <class C>
+DEV epRouteWalk ep_route_walk(const C c, const epUpdateArgs &a, uint32_t t, uint32_t end, bool again) {
   epRouteWalk w;
+  w.again = again;
   w.t = t;
   w.end = end;
   w.next = ep_route_ask(c, a, t, end);
@@ -70,6 +73,9 @@ template <class C> DEV epRouteLane ep_route_lane(const C c, const epUpdateArgs &
       ep_report_index(a.group, r.token, r.k, e);
   }
   r.owner = r.expert / locals;
+  if (c.mask && c.scaleUp && r.valid) /* with several domains masks are looked at here alone, so that all that follows knows of one routing */
+    r.valid = w.again ? p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)r.token * c.topk + r.k) >= 0
+                      : ep_can_reach(c, a.group, r.owner);
   r.expertMask = p::match_any(p::FULL, r.valid ? r.expert : ep_lone_key());
   uint32_t mates = p::match_any(p::FULL, r.valid ? sub * c.ranks + r.owner : ep_lone_key());
   r.first = r.valid && (mates & ep_lanes_below()) == 0;
@@ -85,7 +91,7 @@ template <class C> DEV uint32_t ep_hist(const C c, uint32_t w, uint32_t i) {
 template <class C> DEV void ep_update_count(const C c, const epUpdateArgs &a, uint32_t t0, uint32_t t1) {
   uint32_t w = p::warp(), below = ep_lanes_below();
   int32_t *topk = (int32_t *)(a.record + a.recordLayout.topk);
-  epRouteWalk walk = ep_route_walk(c, a, t0, t1);
+  epRouteWalk walk = ep_route_walk(c, a, t0, t1, false);
   for (uint32_t i = p::lane(); i < c.experts + c.ranks; i += 32) p::sts<uint32_t>(ep_hist(c, w, i), 0);
   p::sync_warp();
   while (walk.t < t1) {
@@ -163,7 +169,7 @@ template <class C> DEV void ep_update_place(const C c, const epUpdateArgs &a, ui
   uint32_t w = p::warp(), below = ep_lanes_below(), locals = c.experts / c.ranks;
   int32_t *sendRow = (int32_t *)(a.record + a.recordLayout.sendRow);
   int32_t *sendPos = (int32_t *)(a.record + a.recordLayout.sendPos);
-  epRouteWalk walk = ep_route_walk(c, a, t0, t1);
+  epRouteWalk walk = ep_route_walk(c, a, t0, t1, true);
   while (walk.t < t1) {
     epRouteLane r = ep_route_lane(c, a, walk);
     uint32_t pos = 0, row = 0;
@@ -260,7 +266,9 @@ template <class C> DEV bool ep_gather_living(const C c, const epUpdateArgs &a, c
   const uint32_t *flags = (const uint32_t *)(window + a.group.window.metaFlags);
   bool ok = true;
   for (uint32_t s = p::tid(); s < c.ranks; s += c.threads) {
-    bool came = ep_await_flag(c, a.group, flags + s, gen, EP_PHASE_UPDATE_COUNTS, s);
+    uint32_t seen = 0;
+    bool came = ep_await_flag(c, a.group, flags + s, gen, EP_PHASE_UPDATE_COUNTS, ep_bringer(c, a.group, s), &seen);
+    came = ep_brought(c, a.group, came, (seen & EP_LOST) != 0, EP_PHASE_UPDATE_COUNTS, s, gen);
     p::sts<uint32_t>(g.recvBase + 4 * s, came); /* free until the prefix */
     ok = ok && (came || !ep_stopped(c, a.group));
   }
@@ -406,7 +414,8 @@ template <class C> DEV void ep_update_replies(const C c, const epUpdateArgs &a, 
                             (uint64_t)(gen & 1) * c.ranks * words;
   for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
     uint32_t d = i / words, e = i % words, v;
-    if (!ep_await_word(c, a.group, replies + i, gen, EP_PHASE_UPDATE_REPLY, d, &v)) {
+    if (!ep_await_word(c, a.group, replies + i, gen, EP_PHASE_UPDATE_REPLY, ep_bringer(c, a.group, d), &v) ||
+        (c.mask && c.scaleUp && !ep_can_reach(c, a.group, d))) {
       if (ep_stopped(c, a.group)) return;
       v = EP_NONE; /* nothing goes there */
     }

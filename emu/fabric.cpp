@@ -251,7 +251,8 @@ bool Fabric::wait(Lock &lock, Waiter &w, Clock_::time_point deadline) {
     if (work() && Clock_::now() - since >= patience) {
       idleSince = since;
       if (engine.liftLimits()) continue;
-      if (!away) engine.checkResidency();
+      bool stopped = std::any_of(ranks.begin(), ranks.end(), [](const Rank &r) { return r.away; });
+      if (!away && !stopped) engine.checkResidency(); // a wait for a rank that is stopped ends in time
       if (!engine.advanceClock()) {
         breakStuck();
         settle();

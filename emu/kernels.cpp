@@ -26,12 +26,12 @@
 
 #include "hybrid_ll_combine.h"
 
-#include "mask_meet.h"
+#include "rail_meet.h"
 
 namespace emu {
 
 static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combine", "ll_update", "ll_dispatch", "ll_combine",
-                                                   "hybrid_update", "hybrid_dispatch", "hybrid_combine", "hybrid_ll_dispatch", "hybrid_ll_combine", "mask"};
+                                                   "hybrid_update", "hybrid_dispatch", "hybrid_combine", "hybrid_ll_dispatch", "hybrid_ll_combine", "mask", "mask"};
 
 const char *kernelName(int id) { return id >= 0 && id < EP_KERNEL_COUNT ? names[id] : "?"; }
 
@@ -76,6 +76,7 @@ std::function<void()> kernelBody(int id, const epConfig &config, const void *arg
   case EP_KERNEL_HYBRID_LL_COMBINE:
     return bind<epHybridLlCombineArgs>([](const epConfig &c, const epHybridLlCombineArgs &a) { ep_hybrid_ll_combine(c, a); },
                                        config, args, bytes);
+  case EP_KERNEL_HYBRID_MASK:
   case EP_KERNEL_MASK:
     return bind<epMaskArgs>([](const epConfig &c, const epMaskArgs &a) { ep_mask(c, a); }, config, args, bytes);
   default:

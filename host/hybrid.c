@@ -122,7 +122,9 @@ uint32_t epHybridSignals(const struct ncclEpGroup *g) {
 ncclResult_t epHybridConnect(struct ncclEpGroup *g, epWindow *window, unsigned slot, epGin *out) {
   const epHybridLayout *l = &g->hybrid.layout;
   epGroupState *state = (epGroupState *)((uint8_t *)g->scratch + epSlotState(slot));
-  return g->be->ops->ginCreate(g->be, window, l->contexts, epHybridSignals(g), &state->aborted, out);
+  uint32_t domains = (uint32_t)g->topology.scaleOutRanks, signals = epSignalCount(domains, l->channels);
+  if (g->config.enable_mask && !slot) signals += EP_RAIL_KINDS * domains;
+  return g->be->ops->ginCreate(g->be, window, l->contexts, signals, &state->aborted, out);
 }
 
 size_t epHybridRecordBytes(const struct ncclEpGroup *g, uint32_t topk) {
@@ -133,6 +135,7 @@ size_t epHybridRecordBytes(const struct ncclEpGroup *g, uint32_t topk) {
 
 int epHybridKernel(int id, const epConfig *config) {
   if (!config->scaleUp || id == EP_KERNEL_LL_UPDATE) return id; /* that one is local */
+  if (id == EP_KERNEL_MASK) return EP_KERNEL_HYBRID_MASK;
   return id < EP_KERNEL_LL_UPDATE ? id + EP_KERNEL_HYBRID_UPDATE
                                   : id - EP_KERNEL_LL_DISPATCH + EP_KERNEL_HYBRID_LL_DISPATCH;
 }

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "hybrid.h"
 #include "low_latency.h"
 #include "mask_layout.h"
 #include "operation.h"
@@ -13,14 +14,26 @@ uint64_t epMaskWindowBytes(const struct ncclEpGroup *g) {
 }
 
 uint64_t epMaskScratchBytes(const struct ncclEpGroup *g) {
-  return g->config.enable_mask ? epMaskScratchOf(g->scratchLayout.bytes, g->shape.ranks, g->shape.experts).bytes
-                               : g->scratchLayout.bytes;
+  uint64_t bytes = g->scratchLayout.bytes;
+  if (g->config.enable_mask) bytes = epMaskScratchOf(bytes, g->shape.ranks, g->shape.experts).bytes;
+  if (g->config.enable_mask && epIsHybrid(g)) bytes = epRailMasksOf(bytes, (uint32_t)g->topology.scaleOutRanks).bytes;
+  return bytes;
+}
+
+/* How kernels on any slot get at the first network. */
+static ncclResult_t epMaskNetwork(struct ncclEpGroup *g, uint64_t scratchEnd) {
+  uint32_t domains = (uint32_t)g->topology.scaleOutRanks;
+  epRailState state = {g->hybrid.gin.comm, g->hybrid.gin.window, epSignalCount(domains, g->hybrid.layout.channels), 0};
+  if (!epIsHybrid(g)) return ncclSuccess;
+  return g->be->ops->copyToDevice(g->be, (uint8_t *)g->scratch + epRailMasksOf(scratchEnd, domains).state, &state,
+                                  sizeof state);
 }
 
 ncclResult_t epMaskWindows(const char *call, struct ncclEpGroup *g) {
   epMaskScratch s = epMaskScratchOf(g->scratchLayout.bytes, g->shape.ranks, g->shape.experts);
   ncclResult_t r = g->be->ops->copyToDevice(g->be, (uint8_t *)g->scratch + s.windows, g->windows,
                                             g->shape.ranks * sizeof *g->windows);
+  if (r == ncclSuccess) r = epMaskNetwork(g, s.bytes);
   return r == ncclSuccess ? epSlotsOpen(call, g, g->maxInFlight, NULL) : r;
 }
 
@@ -32,6 +45,7 @@ static epConfig epMaskConfig(const struct ncclEpGroup *g) {
   c.experts = g->shape.experts;
   c.threads = (g->shape.ranks + 31) / 32 * 32;
   c.mask = 1;
+  if (epIsHybrid(g)) c.scaleUp = (uint32_t)g->topology.scaleUpRanks;
   return c;
 }
 
@@ -94,6 +108,8 @@ ncclResult_t epMaskClean(ncclEpGroup_t g, cudaStream_t stream) {
   static const char call[] = "ncclEpMaskClean";
   epMaskArgs a = {.op = EP_MASK_CLEAN};
   ncclResult_t r = epMaskFind(call, g);
+  if (r == ncclSuccess && epIsHybrid(g))
+    r = epFail(ncclInvalidUsage, "%s: not supported yet across scale-up domains: expected a new group", call);
   if (r == ncclSuccess) r = epStagedNowhere(call, g);
   if (r == ncclSuccess) r = epRefuseCapture(call, g, stream, "it waits for the other ranks, on the host too");
   if (r != ncclSuccess) return r;

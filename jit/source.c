@@ -34,6 +34,7 @@ static const struct {
                                       "epHybridLlDispatchArgs", sizeof(epHybridLlDispatchArgs)},
     [EP_KERNEL_HYBRID_LL_COMBINE] = {"hybrid_ll_combine.h", "ep_hybrid_ll_combine", "ep_hybrid_ll_combine_kernel",
                                      "epHybridLlCombineArgs", sizeof(epHybridLlCombineArgs)},
+    [EP_KERNEL_HYBRID_MASK] = {"rail_meet.h", "ep_mask", "ep_mask_kernel", "epMaskArgs", sizeof(epMaskArgs)},
     [EP_KERNEL_MASK] = {"mask_meet.h", "ep_mask", "ep_mask_kernel", "epMaskArgs", sizeof(epMaskArgs)},
 };
 

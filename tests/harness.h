@@ -108,7 +108,12 @@ typedef struct epRound {
   int64_t *idx[EP_TEST_MAX_RANKS]; /* [T][topk] */
   epRef *ref, *flat;
   int gone; /* rank whose rows are empty and whose sums are left out, plus one; 0: none */
+  int ups;  /* and the ranks of a scale-up domain, for whose other domains it stands; 0: there is one */
+  int silent; /* a rank that cannot tell its domain the places at ranks of its index, plus one */
 } epRound;
+
+/* What `source` sends to `owner` is lost with the rank that is gone. */
+int epRoundLost(const epRound *round, int source, int owner);
 
 /* Routing from a function; frees with epRoundFree. */
 typedef int64_t (*epPickFn)(const epCase *c, uint32_t rank, uint32_t token, uint32_t k, void *arg);

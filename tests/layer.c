@@ -121,8 +121,17 @@ static void *must(void *p) {
   return p;
 }
 
-/* A received row that is neither padding nor of the rank that is gone. */
-static int isThere(const epRound *round, const epRefRow *r) { return r->source >= 0 && r->source != round->gone - 1; }
+int epRoundLost(const epRound *round, int source, int owner) {
+  int gone = round->gone - 1, ups = round->ups;
+  if (!round->gone) return 0;
+  if (source == gone || owner == gone) return 1;
+  return ups && source % ups == gone % ups && owner / ups == gone / ups && source / ups != gone / ups;
+}
+
+/* A received row that is neither padding nor lost with the rank that is gone. */
+static int isThere(const epRound *round, int rank, const epRefRow *r) {
+  return r->source >= 0 && !epRoundLost(round, r->source, rank);
+}
 
 /* ---- Rounds
  * ----------------------------------------------------------------------------------------------------------- */
@@ -287,6 +296,13 @@ static void checkCountsOnDevice(epTestRank *me, epRun *run) {
          "device counts: slots in all instead of %llu", (unsigned long long)want->needed);
 }
 
+/* Whether nobody is there who can tell the place of entry i of `rank`. */
+static int isUntold(const epRound *round, int rank, size_t i) {
+  int owner = epRefOwner(round->ref, (uint32_t)rank, (uint32_t)(i / round->c->topk), (uint32_t)(i % round->c->topk));
+  int silent = round->silent - 1, ups = round->ups;
+  return round->silent && owner >= 0 && owner % ups == silent % ups && rank / ups == silent / ups && owner / ups != rank / ups;
+}
+
 static void checkMetadata(epTestRank *me, epRun *run) {
   const epCase *c = run->round->c;
   const epRefRank *flat = &run->round->flat->rank[me->rank];
@@ -305,7 +321,7 @@ static void checkMetadata(epTestRank *me, epRun *run) {
            "metadata: row %zu from (%d, %d) instead of (%d, %d)", i, rank[i], token[i], flat->row[i].source,
            flat->row[i].token);
   for (size_t i = 0; i < sent; i++)
-    EXPECT(me, slot[i] == run->round->ref->slot[me->rank][i], "metadata: sent_slot[%zu] is %lld instead of %lld", i,
+    EXPECT(me, (slot[i] == -1 && isUntold(run->round, me->rank, i)) || slot[i] == run->round->ref->slot[me->rank][i], "metadata: sent_slot[%zu] is %lld instead of %lld", i,
            slot[i], (long long)run->round->ref->slot[me->rank][i]);
   for (size_t i = 0; i < n * c->topk; i++) {
     const epRefRow *from = &flat->row[i / c->topk];
@@ -522,7 +538,7 @@ static void checkScales(epTestRank *me, const epRun *run) {
   for (uint64_t i = 0; i < want->rows; i++) {
     const epRefRow *r = &want->row[i];
     memset(row, c->noZeroPad && r->source < 0 ? FILL : 0, bytes);
-    if (isThere(run->round, r)) scaleRow(c, (uint32_t)r->source, (uint32_t)r->token, row);
+    if (isThere(run->round, me->rank, r)) scaleRow(c, (uint32_t)r->source, (uint32_t)r->token, row);
     for (uint32_t b = 0; b < bytes; b++) all[epRefScaleOffset((uint32_t)bytes, run->scaleStride, i, b)] = row[b];
   }
   for (size_t b = 0; b < run->outScales.bytes; b++)
@@ -543,7 +559,7 @@ static void checkRows(epTestRank *me, const epRun *run) {
   for (uint64_t i = 0; i < want->rows && got; i++) {
     const epRefRow *r = &want->row[i];
     memset(row, c->noZeroPad && r->source < 0 ? FILL : 0, rowBytes);
-    if (isThere(run->round, r)) tokenRow(c, c->type, (uint32_t)r->source, (uint32_t)r->token, 1.0f, row);
+    if (isThere(run->round, me->rank, r)) tokenRow(c, c->type, (uint32_t)r->source, (uint32_t)r->token, 1.0f, row);
     if (memcmp(got + i * rowBytes, row, rowBytes))
       EXPECT(me, 0, "dispatch: row %llu is not (rank %d, token %d, k %d)", (unsigned long long)i, r->source, r->token,
              r->k);
@@ -564,7 +580,7 @@ static void checkFlatExtras(epTestRank *me, const epRun *run, int global) {
   for (uint64_t i = 0; i < want->rows && idx && w; i++) {
     epRefIndexRow(run->round->ref, (uint32_t)me->rank, i, global, row);
     for (uint32_t k = 0; k < c->topk; k++) {
-      if (!isThere(run->round, &want->row[i])) row[k] = -1;
+      if (!isThere(run->round, me->rank, &want->row[i])) row[k] = -1;
       float weight = row[k] < 0 ? 0.0f : weightOf((uint32_t)want->row[i].source, (uint32_t)want->row[i].token, k);
       EXPECT(me, idx[i * c->topk + k] == row[k], "dispatch: topk_idx[%llu][%u] is %lld instead of %lld",
              (unsigned long long)i, k, (long long)idx[i * c->topk + k], (long long)row[k]);
@@ -583,7 +599,7 @@ static void checkExpertMajorExtras(epTestRank *me, const epRun *run) {
   for (uint64_t i = 0; i < want->rows && w; i++) {
     const epRefRow *r = &want->row[i];
     float weight = 0;
-    if (isThere(run->round, r))
+    if (isThere(run->round, me->rank, r))
       weight = weightOf((uint32_t)r->source, (uint32_t)r->token, (uint32_t)r->k);
     else if (r->source < 0 && run->round->c->noZeroPad)
       memset(&weight, FILL, sizeof(weight));
@@ -654,7 +670,7 @@ static float timesOf(const epRound *round, uint32_t rank, uint32_t token) {
   float n = 0;
   for (uint32_t k = 0; k < c->topk; k++) {
     int owner = epRefOwner(round->ref, rank, token, k);
-    if (owner < 0 || owner == round->gone - 1 || round->ref->slot[rank][(size_t)token * c->topk + k] < 0) continue;
+    if (owner < 0 || epRoundLost(round, (int)rank, owner) || round->ref->slot[rank][(size_t)token * c->topk + k] < 0) continue;
     if (isFlat(c) && hit[owner]++) continue;
     n++;
   }
@@ -740,7 +756,7 @@ static void checkGradients(epTestRank *me, const epRun *run, const epTestTensor 
       size_t i = (size_t)t * c->topk + k;
       int64_t slot = run->round->ref->slot[me->rank][i];
       int owner = epRefOwner(run->round->ref, (uint32_t)me->rank, t, k);
-      float want = owner < 0 || slot < 0 || owner == run->round->gone - 1 ? 0.0f : gradientOf((uint32_t)owner, (uint64_t)slot, isFlat(c) ? k : 0);
+      float want = owner < 0 || slot < 0 || epRoundLost(run->round, me->rank, owner) ? 0.0f : gradientOf((uint32_t)owner, (uint64_t)slot, isFlat(c) ? k : 0);
       EXPECT(me, w[i] == want, "backward combine: weight (%u, %u) is %g instead of %g", t, k, (double)w[i],
              (double)want);
     }

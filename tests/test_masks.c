@@ -11,6 +11,7 @@
 
 #include "batches.h"
 #include "masks.h"
+#include "rough.h"
 
 typedef enum { STOPPED, BY_HAND } how;
 
@@ -180,68 +181,6 @@ static void aRankMaskedByHandIsLeftOut(void **state) {
 /* ---- What comes of a rank that dies in the middle, or of masks that differ, depends on the schedule: layers whose results are looked at
  * only as far as they are promised. ------------------------------------------------------------------------------------ */
 
-typedef struct rough {
-  epTestTensor topk, x, w, out, outW, outIdx, y;
-  ncclEpHandle_t handle;
-} rough;
-
-static void roughMake(epTestRank *me, rough *r, const epRound *round) {
-  const epCase *c = round->c;
-  uint32_t tokens = round->tokens[me->rank], rows = c->ranks * c->maxTokens * c->topk + 64;
-  int flat = c->layout == NCCL_EP_LAYOUT_FLAT;
-  uint16_t *x = calloc((size_t)tokens * c->hidden + 1, 2);
-  float *w = calloc((size_t)tokens * c->topk + 1, sizeof(float));
-  ncclEpHandleConfig_t config = NCCL_EP_HANDLE_CONFIG_INIT;
-  config.dispatch_output_per_expert_alignment = flat ? 0 : c->align;
-  epTensorMake(me, &r->topk, ncclInt64, 2, tokens, c->topk, "topk_idx");
-  epTensorMake(me, &r->x, ncclBfloat16, 2, tokens, c->hidden, "tokens");
-  epTensorMake(me, &r->w, ncclFloat32, 2, tokens, c->topk, "weights");
-  epTensorMake(me, &r->out, ncclBfloat16, 2, rows, c->hidden, "out");
-  epTensorMake(me, &r->outW, ncclFloat32, flat ? 2 : 1, rows, c->topk, "out weights");
-  epTensorMake(me, &r->outIdx, ncclInt64, 2, rows, c->topk, "out idx");
-  epTensorMake(me, &r->y, ncclBfloat16, 2, tokens, c->hidden, "y");
-  for (size_t i = 0; x && i < (size_t)tokens * c->hidden; i++) x[i] = 0x3f80;
-  for (size_t i = 0; w && i < (size_t)tokens * c->topk; i++) w[i] = 1;
-  epTensorFill(me, &r->topk, round->idx[me->rank]);
-  epTensorFill(me, &r->x, x);
-  epTensorFill(me, &r->w, w);
-  free(x), free(w);
-  EXPECT_OK(me, ncclEpInitHandle(&r->handle, me->group, c->layout, &config, (int)c->topk, NULL));
-}
-
-static void roughQueue(epTestRank *me, rough *r, int flat) {
-  ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
-  ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
-  ncclEpCombineInputs_t back = NCCL_EP_COMBINE_INPUTS_INIT;
-  ncclEpCombineOutputs_t sums = NCCL_EP_COMBINE_OUTPUTS_INIT;
-  in.tokens = &r->x.t, in.topk_weights = &r->w.t, out.tokens = &r->out.t, out.topk_weights = &r->outW.t;
-  if (flat) out.topk_idx = &r->outIdx.t;
-  back.tokens = &r->out.t, sums.tokens = &r->y.t;
-  EXPECT_OK(me, ncclEpUpdateHandle(r->handle, &r->topk.t, NULL, NULL));
-  EXPECT_OK(me, ncclEpDispatch(r->handle, &in, &out, NULL, NULL, NULL));
-  EXPECT_OK(me, ncclEpCombine(r->handle, &back, &sums, NULL, NULL));
-}
-
-/* Rows and sums have every rank's part in whole or not at all: elements of a row are the same number. */
-static void roughCheck(epTestRank *me, const rough *r, const epCase *c, uint32_t tokens) {
-  const uint16_t *y = r->y.t.data;
-  for (uint32_t t = 0; t < tokens; t++)
-    for (uint32_t h = 1; h < c->hidden; h++)
-      if (y[t * c->hidden + h] != y[t * c->hidden]) {
-        EXPECT(me, 0, "token %u: element %u is %x, the first one %x", t, h, y[t * c->hidden + h], y[t * c->hidden]);
-        return;
-      }
-}
-
-static void roughFree(epTestRank *me, rough *r) {
-  epTestTensor *all[] = {&r->topk, &r->x, &r->w, &r->out, &r->outW, &r->outIdx, &r->y};
-  EXPECT_OK(me, ncclEpHandleDestroy(r->handle));
-  for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
-    epTensorCheckGuards(me, all[i], "a tensor");
-    epTensorFree(me, all[i]);
-  }
-}
-
 static void restored(epTestRank *me, epRun *run, const epRound *round) {
   EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
   expectMask(me, "after the re-admission", -1);
@@ -258,23 +197,23 @@ static void killedBody(epTestRank *me) {
   plan *p = me->arg;
   const epCase *c = p->whole->c;
   epRun run = {.salt = (unsigned)me->world->seed};
-  rough r = {0};
+  epRough r = {0};
   int flat = c->layout == NCCL_EP_LAYOUT_FLAT;
   epGroupMake(me, c);
   if (!me->group) return;
   layer(me, &run, p->whole);
-  roughMake(me, &r, p->whole);
+  epRoughMake(me, &r, p->whole);
   if (me->rank == GONE) {
     EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, me->world->seed * 7919 % 25000));
-    roughQueue(me, &r, flat);
+    epRoughQueue(me, &r, flat);
   }
   pthread_barrier_wait(&p->meet);
   if (me->rank != GONE) {
     unsigned long long from = clockOf(me);
-    roughQueue(me, &r, flat);
+    epRoughQueue(me, &r, flat);
     EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
     EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
-    roughCheck(me, &r, c, p->whole->tokens[me->rank]);
+    epRoughCheck(me, &r, c, p->whole->tokens[me->rank]);
     EXPECT_OK(me, ncclEpMaskUpdate(me->group, (int[]){1, 0, 1}, NULL)); /* it may have died with its work done */
     EXPECT_OK(me, ncclEpErrorClear(me->group));
     from = clockOf(me);
@@ -287,7 +226,7 @@ static void killedBody(epTestRank *me) {
   pthread_barrier_wait(&p->meet);
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   restored(me, &run, p->whole);
-  roughFree(me, &r);
+  epRoughFree(me, &r);
   epRunFree(me, &run);
   epGroupFree(me);
 }
@@ -314,30 +253,30 @@ static void twoStopBody(epTestRank *me) {
   plan *p = me->arg;
   const epCase *c = p->whole->c;
   epRun run = {.salt = (unsigned)me->world->seed};
-  rough r = {0};
+  epRough r = {0};
   int flat = c->layout == NCCL_EP_LAYOUT_FLAT, gone = me->rank == 1 || me->rank == 3;
   epGroupMake(me, c);
   if (!me->group) return;
   layer(me, &run, p->whole);
-  roughMake(me, &r, p->whole);
+  epRoughMake(me, &r, p->whole);
   if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
   pthread_barrier_wait(&p->meet);
   if (!gone) {
     unsigned long long from = clockOf(me);
-    roughQueue(me, &r, flat);
+    epRoughQueue(me, &r, flat);
     EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
     expectOneTimeout(me, from);
     from = clockOf(me);
-    roughQueue(me, &r, flat);
+    epRoughQueue(me, &r, flat);
     EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
     expectQuick(me, from);
-    roughCheck(me, &r, c, p->whole->tokens[me->rank]);
+    epRoughCheck(me, &r, c, p->whole->tokens[me->rank]);
   }
   pthread_barrier_wait(&p->meet);
   if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
   pthread_barrier_wait(&p->meet);
   restored(me, &run, p->whole);
-  roughFree(me, &r);
+  epRoughFree(me, &r);
   epRunFree(me, &run);
   epGroupFree(me);
 }
@@ -364,17 +303,17 @@ static void apartBody(epTestRank *me) {
   plan *p = me->arg;
   const epCase *c = p->whole->c;
   epRun run = {.salt = (unsigned)me->world->seed};
-  rough r = {0};
+  epRough r = {0};
   int flat = c->layout == NCCL_EP_LAYOUT_FLAT, late = me->rank == 4;
   epGroupMake(me, c);
   if (!me->group) return;
   layer(me, &run, p->whole);
-  roughMake(me, &r, p->whole);
+  epRoughMake(me, &r, p->whole);
   if (me->rank == 0) EXPECT_OK(me, ncclEpMaskUpdate(me->group, (int[]){1, 0, 1, 1, 1}, NULL));
   if (late) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
   for (int i = 0; i < 3 && !late; i++) {
     if (me->rank == 2 && i == 1) EXPECT_OK(me, ncclEpMaskUpdate(me->group, (int[]){1, 1, 1, 0, 1}, NULL));
-    roughQueue(me, &r, flat);
+    epRoughQueue(me, &r, flat);
     if (i == 1) EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   }
   if (!late) EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
@@ -382,11 +321,11 @@ static void apartBody(epTestRank *me) {
   if (late) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
   pthread_barrier_wait(&p->meet); /* from here on its host is waited for */
   if (late) {
-    roughQueue(me, &r, flat);
+    epRoughQueue(me, &r, flat);
     EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   }
   restored(me, &run, p->whole);
-  roughFree(me, &r);
+  epRoughFree(me, &r);
   epRunFree(me, &run);
   epGroupFree(me);
 }

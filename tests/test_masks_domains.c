@@ -1,0 +1,272 @@
+/* Ranks that stop, die and come back among several scale-up domains. Without masks: the others return within one and a half timeouts and
+ * say who was missing, where. */
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "masks.h"
+#include "rough.h"
+
+static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_FLAT, NCCL_EP_LAYOUT_EXPERT_MAJOR};
+
+static epCase caseOf(uint32_t ranks, ncclEpLayout_t layout, int masks) {
+  return (epCase){.ranks = ranks,
+                  .experts = 2 * ranks,
+                  .topk = 3,
+                  .hidden = 64,
+                  .maxTokens = 5,
+                  .layout = layout,
+                  .align = layout == NCCL_EP_LAYOUT_EXPERT_MAJOR ? 4 : 0,
+                  .type = ncclBfloat16,
+                  .timeoutNs = TIMEOUT_NS,
+                  .masks = masks};
+}
+
+/* ---- Without masks -------------------------------------------------------------------------------------------------------- */
+
+typedef struct lost {
+  const epRound *round;
+  unsigned long long after; /* it stops so much later; NEVER: before it begins */
+  pthread_barrier_t meet;
+} lost;
+
+/* Whoever has waited says for whom: somebody who is missing, or who waited himself. */
+static void expectTold(epTestRank *me, int must) {
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  int error = -1;
+  EXPECT_OK(me, ncclEpGetAsyncError(me->group, &error));
+  EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+  if (!error && !must) return;
+  EXPECT(me, error == 1 && info.code == 1 && info.rank == me->rank && info.peer >= 0 && info.peer < me->ranks && info.phase[0],
+         "async error %d, code %d, rank %d, peer %d: %s", error, info.code, info.rank, info.peer, info.text);
+}
+
+static void lostBody(epTestRank *me) {
+  lost *p = me->arg;
+  const epCase *c = p->round->c;
+  int flat = c->layout == NCCL_EP_LAYOUT_FLAT, gone = me->rank == GONE;
+  epRough r = {0};
+  epRun run = {0};
+  unsigned long long from;
+  epGroupMake(me, c);
+  if (!me->group) return;
+  epRunUpdate(me, &run, p->round);
+  epRunDispatch(me, &run);
+  epRoughMake(me, &r, p->round);
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  pthread_barrier_wait(&p->meet);
+  if (gone) {
+    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, p->after));
+    if (p->after != NEVER) epRoughQueue(me, &r, flat);
+  }
+  pthread_barrier_wait(&p->meet);
+  from = clockOf(me);
+  if (!gone) {
+    epRoughQueue(me, &r, flat);
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
+    expectTold(me, p->after == NEVER);
+  }
+  pthread_barrier_wait(&p->meet);
+  if (gone) {
+    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+    from = clockOf(me);
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
+    expectTold(me, 0);
+  }
+  pthread_barrier_wait(&p->meet);
+  epRoughFree(me, &r);
+  epRunFree(me, &run);
+  epGroupFree(me);
+  epGroupMake(me, c); /* made anew, all of them work on */
+  if (!me->group) return;
+  epRunUpdate(me, &run, p->round);
+  epRunDispatch(me, &run);
+  epRunCombine(me, &run);
+  epExpectNoAsyncError(me);
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void aRankThatIsLostIsReported(void **state) {
+  uint32_t tokens[8] = {5, 4, 5, 3, 5, 5, 4, 5};
+  (void)state;
+  for (size_t l = 0; l < 2; l++) {
+    epCase c = caseOf(8, layouts[l], 0);
+    uint64_t seed = 41 + l;
+    epRound round;
+    epRoundMake(&round, &c, tokens, epPickRandom, &seed);
+    for (unsigned s = 0; s < 5; s++) {
+      lost p = {.round = &round, .after = s ? (unsigned long long)s * 7919 % 25000 : NEVER};
+      epTestWorld world = {.ranks = 8, .seed = 400 + s, .arg = &p};
+      assert_int_equal(pthread_barrier_init(&p.meet, NULL, 8), 0);
+      epWorldRun(&world, lostBody);
+      pthread_barrier_destroy(&p.meet);
+    }
+    epRoundFree(&round);
+  }
+}
+
+/* ---- With masks ------------------------------------------------------------------------------------------------------------ */
+
+typedef enum { STOPPED, BY_HAND } how;
+
+typedef struct plan {
+  const epRound *whole;  /* all ranks */
+  const epRound *holes;  /* routed by all, moved without the one that is gone */
+  const epRound *masked; /* without it, and without what it stands for, from the update on */
+  int phase;             /* it stops before: 0 update, 1 dispatch, 2 combine */
+  how how;
+  pthread_barrier_t meet;
+} plan;
+
+static void layer(epTestRank *me, epRun *run, const epRound *round) {
+  epRunUpdate(me, run, round);
+  epRunDispatch(me, run);
+  epRunCombine(me, run);
+}
+
+/* It is masked, and the reason is told. */
+static void told(epTestRank *me, const plan *p) {
+  expectMask(me, "after the wait", GONE);
+  if (p->how != BY_HAND) expectNamed(me);
+}
+
+/* What the others see. Who neither reaches it nor waits for its rows hears of it in the next update. */
+static void survive(epTestRank *me, epRun *run, plan *p) {
+  unsigned long long from = clockOf(me);
+  int mask[EP_TEST_MAX_RANKS];
+  for (int r = 0; r < me->ranks; r++) mask[r] = r != GONE;
+  if (p->how == BY_HAND) EXPECT_OK(me, ncclEpMaskUpdate(me->group, mask, NULL));
+  if (p->phase == 0) {
+    epRunUpdate(me, run, p->masked);
+  } else {
+    run->round = p->holes; /* the record is of all */
+  }
+  if (p->phase < 2) epRunDispatch(me, run);
+  epRunCombine(me, run);
+  if (p->how == BY_HAND)
+    expectQuick(me, from);
+  else
+    expectOneTimeout(me, from);
+  if (p->phase == 0) told(me, p);
+  from = clockOf(me);
+  layer(me, run, p->masked);
+  if (p->phase) told(me, p);
+  epRunBackward(me, run);
+  layer(me, run, p->masked);
+  expectQuick(me, from);
+  epExpectNoAsyncError(me);
+}
+
+static void stopBody(epTestRank *me) {
+  plan *p = me->arg;
+  epRun run = {0};
+  run.salt = (unsigned)me->world->seed;
+  epGroupMake(me, p->whole->c);
+  if (!me->group) return;
+  layer(me, &run, p->whole);
+  expectMask(me, "at first", -1);
+  if (p->phase) epRunUpdate(me, &run, p->whole);
+  if (p->phase == 2) epRunDispatch(me, &run);
+  if (me->rank == GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
+  pthread_barrier_wait(&p->meet);
+  if (me->rank != GONE) survive(me, &run, p);
+  pthread_barrier_wait(&p->meet);
+  if (me->rank == GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  pthread_barrier_wait(&p->meet);
+  epRunFree(me, &run);
+  if (me->rank != GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER)); /* nobody comes for it any more */
+  pthread_barrier_wait(&p->meet);
+  if (me->rank == GONE) epGroupFree(me);
+  pthread_barrier_wait(&p->meet);
+  if (me->rank == GONE) return;
+  EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  epGroupFree(me);
+}
+
+/* The same decisions, without those that go to the rank that is gone, or through it, and without its own. */
+typedef struct source {
+  uint64_t seed;
+  epRound lost;
+} source;
+
+static int64_t pick(const epCase *c, uint32_t rank, uint32_t token, uint32_t k, void *arg) {
+  source *s = arg;
+  int64_t e = epPickRandom(c, rank, token, k, &s->seed);
+  return e >= 0 && epRoundLost(&s->lost, (int)rank, (int)(e / (c->experts / c->ranks))) ? -1 : e;
+}
+
+/* Every rank's own decisions stay what they are: what is compared with knows of the hole. */
+typedef struct rounds {
+  epRound whole, holes, masked, without;
+} rounds;
+
+static void roundsMake(rounds *r, const epCase *c, uint32_t domains) {
+  uint32_t tokens[EP_TEST_MAX_RANKS];
+  int ups = (int)(c->ranks / domains);
+  source all = {.seed = 77}, some = {.seed = 77, .lost = {.gone = GONE + 1, .ups = ups}};
+  for (uint32_t i = 0; i < c->ranks; i++) tokens[i] = c->maxTokens - i % 3;
+  epRoundMake(&r->whole, c, tokens, pick, &all);
+  tokens[GONE] = 0;
+  epRoundMake(&r->without, c, tokens, pick, &some);
+  r->holes = r->masked = r->whole;
+  r->holes.gone = GONE + 1, r->holes.ups = ups;
+  r->masked.silent = GONE + 1, r->masked.ups = ups;
+  r->masked.ref = r->without.ref, r->masked.flat = r->without.flat;
+}
+
+static void roundsFree(rounds *r) {
+  epRoundFree(&r->whole);
+  epRoundFree(&r->without);
+}
+
+static void stopRanks(uint32_t domains, uint32_t ups, how way, int single, unsigned seed) {
+  uint32_t ranks = domains * ups;
+  char text[16];
+  snprintf(text, sizeof text, "%u", domains);
+  assert_int_equal(setenv("EP_TEST_DOMAINS", text, 1), 0);
+  for (size_t l = 0; l < 2; l++) {
+    epCase c = caseOf(ranks, layouts[l], 1);
+    rounds r;
+    c.single = single;
+    roundsMake(&r, &c, domains);
+    for (int phase = 0; phase < 3; phase++) {
+      plan p = {&r.whole, &r.holes, &r.masked, phase, way, {{0}}};
+      epTestWorld world = {.ranks = (int)ranks, .sms = phase == 1 ? 3 : 0, .seed = seed + (unsigned)phase, .arg = &p};
+      assert_int_equal(pthread_barrier_init(&p.meet, NULL, ranks), 0);
+      epWorldRun(&world, stopBody);
+      pthread_barrier_destroy(&p.meet);
+    }
+    roundsFree(&r);
+  }
+}
+
+static void aRankThatStopsIsLeftOut(void **state) {
+  (void)state;
+  stopRanks(2, 2, STOPPED, 0, 300);
+  stopRanks(2, 4, STOPPED, 0, 310);
+}
+
+static void aRankMaskedByHandIsLeftOut(void **state) {
+  (void)state;
+  stopRanks(2, 2, BY_HAND, 0, 320);
+  stopRanks(2, 4, BY_HAND, 1, 330);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(aRankThatIsLostIsReported),
+      cmocka_unit_test(aRankThatStopsIsLeftOut),
+      cmocka_unit_test(aRankMaskedByHandIsLeftOut),
+  };
+  if (setenv("EP_TEST_DOMAINS", "2", 1)) return 1;
+  if (getenv("EP_TEST_FILTER")) cmocka_set_test_filter(getenv("EP_TEST_FILTER"));
+  return cmocka_run_group_tests_name("masks of domains", tests, NULL, NULL);
+}
