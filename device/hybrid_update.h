@@ -382,10 +382,8 @@ template <class C> DEV void ep_hybrid_update(const C c, const epHybridUpdateArgs
     if (p::warp() == 0) /* the next update writes what was put from */
       ep_flush(c, u.group, a.hybrid, 0);
   });
-  if (last) {
-    ep_update_end(u.group);
+  if (last)
     p::stg<uint32_t>(&ep_hybrid_state(u.group, a.hybrid)->forwarded, 0);
-  }
   ep_profile_end(profile, EP_SPAN_RECORD, u.blocks);
 }
 

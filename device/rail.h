@@ -291,7 +291,8 @@ template <class C> DEV uint32_t ep_most_received(const C c, const uint32_t *recv
 
 /* ---- The end ------------------------------------------------------------------------------------------------------ */
 
-/* Every block ends here; the last one returns the domain's credits and moves the generation, unless the receiving part is still to come. */
+/* `aborted` stays: the group is lost, and what was queued behind an operation that gave up need not wait for a timeout of its own.
+ * Every block ends here; the last one returns the domain's credits and moves the generation, unless the receiving part is still to come. */
 template <class C> DEV void ep_hybrid_end(const C c, const epGroupArgs &g, uint32_t gen, uint32_t blocks) {
   epGroupState *state = ep_state(g);
   epPlace w = ep_place(c, g);
@@ -304,8 +305,6 @@ template <class C> DEV void ep_hybrid_end(const C c, const epGroupArgs &g, uint3
   for (uint32_t u = 0; u < w.ups; u++)
     if (u != w.up && !ep_masked(c, g, w.domain * w.ups + u))
       p::st_release_sys((uint32_t *)(ep_window(g, w.domain * w.ups + u) + g.window.credits) + g.rank, gen);
-  p::stg<uint32_t>(&state->aborted, 0);
-  p::stg<uint32_t>(&state->errorClaimed, 0);
   p::stg<uint32_t>(&state->stageGen, gen);
 }
 
