@@ -115,16 +115,16 @@ void epHybridLayouts(struct ncclEpGroup *g) {
   g->scratchLayout.bytes = end;
 }
 
-uint32_t epHybridSignals(const struct ncclEpGroup *g) {
-  return (epIsLl(g) ? epLlSignalCount : epSignalCount)((uint32_t)g->topology.scaleOutRanks, g->hybrid.layout.channels);
+uint32_t epHybridSignals(const struct ncclEpGroup *g, unsigned slot) {
+  uint32_t domains = (uint32_t)g->topology.scaleOutRanks;
+  uint32_t signals = (epIsLl(g) ? epLlSignalCount : epSignalCount)(domains, g->hybrid.layout.channels);
+  return g->config.enable_mask && !slot ? signals + EP_RAIL_KINDS * domains : signals;
 }
 
 ncclResult_t epHybridConnect(struct ncclEpGroup *g, epWindow *window, unsigned slot, epGin *out) {
   const epHybridLayout *l = &g->hybrid.layout;
   epGroupState *state = (epGroupState *)((uint8_t *)g->scratch + epSlotState(slot));
-  uint32_t domains = (uint32_t)g->topology.scaleOutRanks, signals = epSignalCount(domains, l->channels);
-  if (g->config.enable_mask && !slot) signals += EP_RAIL_KINDS * domains;
-  return g->be->ops->ginCreate(g->be, window, l->contexts, signals, &state->aborted, out);
+  return g->be->ops->ginCreate(g->be, window, l->contexts, epHybridSignals(g, slot), &state->aborted, out);
 }
 
 size_t epHybridRecordBytes(const struct ncclEpGroup *g, uint32_t topk) {

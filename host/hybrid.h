@@ -9,10 +9,10 @@ int epIsHybrid(const struct ncclEpGroup *group);
 ncclResult_t epHybridPlan(struct ncclEpGroup *group);
 /* Window and scratch layouts of the group instead of the plain ones. */
 void epHybridLayouts(struct ncclEpGroup *group);
+/* Signals of each context of a slot's network. */
+uint32_t epHybridSignals(const struct ncclEpGroup *group, unsigned slot);
 /* The network of the window of a slot. Collective. */
 ncclResult_t epHybridConnect(struct ncclEpGroup *group, epWindow *window, unsigned slot, epGin *out);
-/* Signals that its network has, of each context. */
-uint32_t epHybridSignals(const struct ncclEpGroup *group);
 size_t epHybridRecordBytes(const struct ncclEpGroup *group, uint32_t topk);
 /* The kernel that does what plain kernel `id` does, low latency's among them, if the configuration is one of several domains; else `id`. */
 int epHybridKernel(int id, const epConfig *config);

@@ -53,7 +53,7 @@ ncclResult_t epGroupProperties(ncclEpGroup_t g, ncclEpGroupProperties_t *p) {
   p->scratch_bytes = g->scratchLayout.bytes;
   p->timeout_ns = g->config.timeout_ns;
   p->gin_contexts = g->hybrid.layout.contexts;
-  p->gin_signals = epIsHybrid(g) ? epHybridSignals(g) : 0;
+  p->gin_signals = epIsHybrid(g) ? epHybridSignals(g, 0) : 0;
   p->queue_pairs = epIsHybrid(g) ? g->hybrid.layout.contexts * (uint32_t)(g->topology.scaleOutRanks - 1) : 0;
   snprintf(p->backend, sizeof p->backend, "%s", g->be->ops->name);
   return ncclSuccess;

@@ -763,7 +763,7 @@ ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t 
 
 /* ---- Masks ----------------------------------------------------------------------------------------------------------
  *
- * In a group with enable_mask (one scale-up domain; several are refused by ncclEpCreateGroup) a rank whose part of an operation has not come within timeout_ns is masked by the rank that waits, and the operation ends without it: after about the
+ * In a group with enable_mask (across scale-up domains high throughput alone: low latency is refused by ncclEpCreateGroup) a rank whose part of an operation has not come within timeout_ns is masked by the rank that waits, and the operation ends without it: after about the
  * timeout, at most one and a half of it. What then holds:
  *   its rows   an update counts none from it, nor does low latency's dispatch. High throughput: along a record that has rows of it, dispatch
  *              leaves their places empty (index -1, weight 0, zeros); a row that came before is whole. Low latency: all or none of them
@@ -778,6 +778,18 @@ ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t 
  * set of ranks that answered gives. Who masks a rank tells it: one that was only late finds out at its first wait, masks in turn who
  * has masked it (code 6 of ncclEpGetErrorInfo), and returns. A rank that waits for another shows that it lives, so that who waits for it
  * does not take it for dead. A timeout must be longer than ranks are apart in healthy use.
+ *
+ * Across scale-up domains (rank o * U + u in domain o) what rank (o, u) sends to another domain p goes by (p, u), and its tokens' sums return by
+ * it. So with (p, u) masked, domain p is out of reach for the ranks of index u in all other domains:
+ *   update     decisions for a masked rank, and of (o, u) for domain p, are as -1: no row, no place in a sum, output and sums as if they had not
+ *              been chosen. So is an update in which the rank falls out, but for the places that the sources' records keep
+ *   dispatch   along a record that has such rows, their places stay empty
+ *   combine    along such a record, the masked rank's part is left out, and for (o, u) all of domain p; a domain's sum keeps its place
+ *   who knows  a rank waits for those of its domain and those of its index alone, and finds out about them. About others it is told by
+ *              the rank of their index in its domain: with their missing decisions or rows, in the next update at the latest
+ *   metadata   sent_slot is -1 also for ranks of (p, u)'s index as seen from domain p: it was (p, u) who told those places
+ * All ranks that go on must give ncclEpMaskUpdate the same masks. ncclEpMaskClean is not supported yet: a masked rank stays out until the group
+ * is made anew.
  *
  * A masked rank takes part again after ncclEpMaskClean, and then every handle must be updated again on all ranks before it is
  * dispatched or combined along: such a call along an older record moves nothing and is reported (code 7).

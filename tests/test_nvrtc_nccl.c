@@ -39,12 +39,13 @@ static int findCudaHeaders(void) {
 
 /* Each kernel, for each target, with each set. */
 typedef struct {
-  int set, kernel, arch, single, part, layout;
+  int set, kernel, arch, single, part, layout, mask;
 } job;
 enum {
   WHOLE = EP_KERNEL_COMBINE - EP_KERNEL_UPDATE + 2, /* the last: without partial sums */
-  PARTS = WHOLE + 4,   /* and the parts of dispatch and combine */
-  KERNELS = PARTS + 4, /* and low latency's dispatch and combine in its two layouts */
+  PARTS = WHOLE + 4,    /* and the parts of dispatch and combine */
+  MASKED = PARTS + 4,   /* and low latency's dispatch and combine in its two layouts */
+  KERNELS = MASKED + 5, /* and with masks the whole ones, and that of the masks themselves */
   TARGETS = 4,
   THREADS = 2
 };
@@ -57,6 +58,7 @@ static const char *only; /* version of the one set to compile with; "all" */
  * each target with the newest set, and the other kernels for one; with other sets the update for one. */
 static int wanted(const job *j) {
   if (only) return strcmp(only, "all") == 0 || strcmp(only, epNcclBundles[j->set].version) == 0;
+  if (j->mask) return j->arch == 90 && j->set == epNcclBundleCount - 1 && (j->kernel == EP_KERNEL_DISPATCH || j->kernel == EP_KERNEL_MASK);
   if (j->layout == EP_LAYOUT_KIND_RANK_MAJOR) return 0;
   if (j->part && (j->kernel != EP_KERNEL_DISPATCH || j->part != EP_PART_RECEIVE)) return 0; /* one part stands for the others */
   if (j->kernel != EP_KERNEL_UPDATE) return j->arch == 90 && j->set == epNcclBundleCount - 1;
@@ -71,7 +73,11 @@ static ncclResult_t configOf(const job *j, epConfig *c) {
   topology.ranks = 16, topology.scaleUpRanks = 8, topology.scaleOutRanks = 2;
   memset(c, 0, sizeof(*c));
   c->ranks = 16, c->experts = 256, c->topk = 8, c->layout = (uint32_t)j->layout,
-  c->single = (uint32_t)j->single, c->part = (uint32_t)j->part;
+  c->single = (uint32_t)j->single, c->part = (uint32_t)j->part, c->mask = (uint32_t)j->mask;
+  if (j->kernel == EP_KERNEL_MASK) {
+    c->scaleUp = 8, c->threads = 32;
+    return ncclSuccess;
+  }
   if (j->kernel == EP_KERNEL_UPDATE) {
     c->indexBytes = 8;
     return epPolicyUpdate(&topology, 132, 4096, c, &grid);
@@ -96,10 +102,13 @@ static void *work(void *unused) {
     int at = next++;
     pthread_mutex_unlock(&mutex);
     if (at >= epNcclBundleCount * TARGETS * KERNELS) break;
-    job j = {at / (TARGETS * KERNELS), EP_KERNEL_UPDATE + at % KERNELS, archs[at / KERNELS % TARGETS], 0, 0,
-             EP_LAYOUT_KIND_EXPERT_MAJOR};
-    int part = at % KERNELS - WHOLE, ll = at % KERNELS - PARTS;
-    if (ll >= 0) {
+    int n = at % KERNELS, part = n - WHOLE, ll = n - PARTS;
+    job j = {at / (TARGETS * KERNELS), EP_KERNEL_UPDATE + n, archs[at / KERNELS % TARGETS], 0, 0,
+             EP_LAYOUT_KIND_EXPERT_MAJOR, n >= MASKED};
+    if (j.mask) {
+      j.kernel = n - MASKED <= EP_KERNEL_COMBINE ? n - MASKED : n == KERNELS - 1 ? EP_KERNEL_MASK : EP_KERNEL_COMBINE;
+      j.single = n == KERNELS - 2;
+    } else if (ll >= 0) {
       j.kernel = ll < 2 ? EP_KERNEL_LL_DISPATCH : EP_KERNEL_LL_COMBINE;
       j.layout = ll % 2 ? EP_LAYOUT_KIND_EXPERT_MAJOR_3D : EP_LAYOUT_KIND_RANK_MAJOR;
     } else if (part >= 0) {
