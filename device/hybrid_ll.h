@@ -181,7 +181,7 @@ template <class C> DEV void ep_ll_sent_far(const epLlRail &net, const C c, const
     return;
 #pragma unroll 1
   for (uint32_t i = first + p::warp() * step; i < most; i += warps * step)
-    if (!ep_flush(g, net.h, ep_context(net.h, i)))
+    if (!ep_flush(c, g, net.h, ep_context(net.h, i)))
       return;
 }
 
