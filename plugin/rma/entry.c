@@ -246,9 +246,10 @@ static epRmaResult issue(epRmaContext *context, const epRmaPut *put, void **requ
   lockProgress(coll);
   epRmaResult rc = epRmaPutIssue(context, put, &op);
   pthread_mutex_unlock(&coll->mutex);
-  if (!rc && !driven(coll)) rc = progressOf(coll);
-  if (!rc) *request = op;
-  return rc;
+  if (rc) return rc;
+  *request = op;
+  if (!driven(coll)) (void)progressOf(coll); /* an error is the communicator's: the next call tells it */
+  return EP_RMA_OK;
 }
 
 static epRmaResult iput(void *rmaCtx, int context, uint64_t srcOff, void *srcMhandle, size_t size, uint64_t dstOff,
