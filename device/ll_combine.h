@@ -400,7 +400,7 @@ template <class C, class N> DEV void ep_ll_reduce_all(const C c, const epLlCombi
   for (uint32_t i = index; i < items; i += warps) {
     if (i != index)
       x = ep_ll_token_ask(c, a, i / strips);
-    bool ok = c.ranks > 2 ? ep_ll_reduce<EP_LL_ROW_BATCH>(net, c, a, op, i / strips, i % strips, x)
+    bool ok = c.ranks > 2 && !c.scaleUp ? ep_ll_reduce<EP_LL_ROW_BATCH>(net, c, a, op, i / strips, i % strips, x)
                           : ep_ll_reduce<1>(net, c, a, op, i / strips, i % strips, x);
     if (!ok && ep_stopped(c, a.group))
       break;

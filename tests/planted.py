@@ -29,6 +29,8 @@ CAUSES = {
 }
 # Faults of hybrid kernels need two domains, and rows so long that a channel has several chunks.
 HYBRID = ["gin-signal-first", "gin-weak", "gin-wrong-tail", "no-forward-fence", "gin-slot-early", "gin-no-flush"]
+# These are looked for in low latency, too.
+LOW_LATENCY = {"gin-signal-first": "rank-major", "gin-weak": "expert-major-3d", "gin-wrong-tail": "rank-major", "gin-no-flush": "expert-major-3d"}
 # These are looked for in a dispatch into the peers' outputs, too: what is raced for may be such an output.
 WINDOW = {
     "flag-relaxed": r"data race\].*stored without release",
@@ -65,6 +67,8 @@ def main():
     wrong = []
     for name in a.names:
         wrong += [w for w in (check(a.bench, name, layout) for layout in ("flat", "expert-major")) if w]
+        if name in LOW_LATENCY:
+            wrong += [w for w in [check(a.bench, name, LOW_LATENCY[name])] if w]
         if name in WINDOW:
             wrong += [w for w in [check(a.bench, name, "flat", "--window-out", "--no-fused")] if w]
     if not a.names:
