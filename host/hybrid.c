@@ -180,6 +180,26 @@ ncclResult_t epPolicyHybridMove(const epTopology *t, unsigned sms, int kernelId,
   return ncclSuccess;
 }
 
+ncclResult_t epHybridLlBufferSize(const epTopology *topology, const epShape *shape, ncclEpBufferSize_t *sizes) {
+  epTopology here = *topology;
+  uint32_t domains = (uint32_t)here.scaleOutRanks, channels = epLlChannels(&here);
+  uint64_t queuePairs = 0, near = sizes->window_bytes;
+  epWindowLayout w;
+  epHybridLayout h;
+  here.plan.contexts = epEnvNumber(EP_ENV_NUM_QPS, 1, UINT32_MAX, &queuePairs) ? (uint32_t)queuePairs : 0;
+  epLlHybridLayoutOf(*shape, (uint32_t)here.scaleUpRanks, channels, epContextsFor(&here, channels), &w, &h);
+  sizes->window_bytes = w.bytes;
+  sizes->count_bytes += h.outMeta - near;
+  sizes->metadata_bytes += h.rail - h.outMeta;
+  sizes->staging_bytes += w.bytes - h.rail;
+  sizes->handle_bytes = epHybridRecordOf(sizes->handle_bytes, domains, shape->topk, shape->maxTokens).bytes;
+  sizes->scratch_bytes = epAlignUp(sizes->scratch_bytes + epLlToldBytes(domains, channels), EP_SECTION_ALIGN);
+  sizes->gin_contexts = h.contexts;
+  sizes->gin_signals = epLlSignalCount(domains, channels);
+  sizes->queue_pairs = h.contexts * (domains - 1);
+  return epLlWindowCheck("ncclEpCalculateBufferSize", shape, w.bytes);
+}
+
 void epHybridBufferSize(const epTopology *topology, const epShape *shape, ncclEpBufferSize_t *sizes) {
   epTopology here = *topology, *t = &here;
   uint32_t domains = (uint32_t)t->scaleOutRanks;

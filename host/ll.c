@@ -22,6 +22,19 @@ ncclResult_t epLlWindowCheck(const char *call, const epShape *s, uint64_t bytes)
                 (unsigned long long)EP_LL_MAX_WINDOW);
 }
 
+ncclResult_t epLlBufferSize(const epShape *s, ncclEpBufferSize_t *sizes) {
+  epLlWindowLayout w = epLlWindowLayoutOf(*s);
+  sizes->window_bytes = w.bytes;
+  sizes->flag_bytes = w.counts - w.hello;
+  sizes->count_bytes = w.weights - w.counts;
+  sizes->metadata_bytes = w.stage - w.weights;
+  sizes->staging_bytes = w.bytes - w.stage;
+  sizes->handle_bytes = epLlRecordLayoutOf(s->ranks, s->topk, s->maxTokens).bytes;
+  sizes->scratch_bytes = epScratchLayoutOf(s->ranks, s->experts).bytes;
+  sizes->gin_contexts = sizes->gin_signals = sizes->queue_pairs = 0;
+  return epLlWindowCheck("ncclEpCalculateBufferSize", s, w.bytes);
+}
+
 ncclResult_t epLlHandleCheck(const char *call, ncclEpLayout_t layout, const ncclEpHandleConfig_t *config) {
   if (layout == NCCL_EP_LAYOUT_FLAT)
     return epFail(ncclInvalidUsage,

@@ -8,6 +8,8 @@
 int epIsLl(const struct ncclEpGroup *group);
 /* Refuses a window beyond what low latency is for. */
 ncclResult_t epLlWindowCheck(const char *call, const epShape *shape, uint64_t bytes);
+/* What sizes.c asks for; in several scale-up domains hybrid.c adds to it. */
+ncclResult_t epLlBufferSize(const epShape *shape, ncclEpBufferSize_t *sizes);
 /* Layouts that the algorithm has; alignment is not one of its ideas. */
 ncclResult_t epLlHandleCheck(const char *call, ncclEpLayout_t layout, const ncclEpHandleConfig_t *config);
 epLlRecordLayout epLlHandleLayout(const struct ncclEpHandle *handle);

@@ -150,7 +150,10 @@ ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *confi
   if (r == ncclSuccess && topology.scaleOutRanks > 1) {
     epShape shape;
     r = epBufferShape("ncclEpCalculateBufferSize", (uint32_t)topology.ranks, config, &shape);
-    if (r == ncclSuccess) epHybridBufferSize(&topology, &shape, sizes);
+    if (r == ncclSuccess && config->low_latency)
+      r = epHybridLlBufferSize(&topology, &shape, sizes);
+    else if (r == ncclSuccess)
+      epHybridBufferSize(&topology, &shape, sizes);
   }
   be->ops->destroy(be);
   return r;

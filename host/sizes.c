@@ -2,6 +2,7 @@
 #include "sizes.h"
 
 #include "fail.h"
+#include "low_latency.h"
 #include "tensor.h"
 
 uint32_t epLargestTopk(uint32_t maxTokens) {
@@ -62,6 +63,9 @@ ncclResult_t calculate_ep_buffer_size(uint32_t ranks, const ncclEpBufferSizeConf
   epWindowLayout w;
   ncclResult_t r = epBufferShape("ncclEpCalculateBufferSize", ranks, config, &shape);
   if (r != ncclSuccess) return r;
+  if (config->low_latency != 0 && config->low_latency != 1)
+    return epFail(ncclInvalidArgument, "ncclEpCalculateBufferSize: low_latency is %d: expected 0 or 1", config->low_latency);
+  if (config->low_latency) return epLlBufferSize(&shape, sizes);
   w = epWindowLayoutOf(shape);
   sizes->window_bytes = w.bytes;
   sizes->count_bytes = w.metaFlags - w.counts;

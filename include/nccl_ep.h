@@ -631,8 +631,8 @@ ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t *tensor);
  *             made with a device id), or one of the emulated fabric. It must outlive the group.
  *   config    not NULL; equal on all ranks except for max_num_sms, timeout_ns and alloc. Ranks compare it, and name the
  *             first field that differs with both values.
- * Collective; blocks the host. Reads the NCCL_EP_* environment. Allocates one symmetric window (its size in high
- * throughput: ncclEpCalculateBufferSize), registers it, and allocates scratch by `alloc`. Not allowed while the
+ * Collective; blocks the host. Reads the NCCL_EP_* environment. Allocates one symmetric window (its size:
+ * ncclEpCalculateBufferSize), registers it, and allocates scratch by `alloc`. Not allowed while the
  * device's stream is being captured. ncclInvalidUsage also answers for several scale-up domains without GIN, and
  * other things not supported yet. A rank that refuses its own arguments, or never calls, is waited for: see "Collective" above. When that wait
  * ends, this process keeps the group's memory, because NCCL's exchange still runs on the device. */

@@ -60,6 +60,7 @@ typedef struct {
   int allow_hybrid;                /* ignored: a communicator of several scale-up domains is sized for them */
   int multiple_reductions;         /* 1 (default); 0: for a group of single_reduction (ncclEpCreateGroupExt) */
   ncclDataType_t combine_datatype; /* of expert outputs where that is wider than `datatype`; else leave it 0 */
+  int low_latency;                 /* 1: of a group of NCCL_EP_ALGO_LOW_LATENCY; 0: of high throughput */
 } ncclEpBufferSizeConfig_t;
 #ifdef __cplusplus
 }

@@ -32,13 +32,22 @@ static void propertiesBody(epTestRank *me) {
   config.algorithm = NCCL_EP_ALGO_LOW_LATENCY;
   EXPECT_OK(me, ncclEpCreateGroup(&ll, me->comm, &config));
   EXPECT_OK(me, ncclEpGetGroupProperties(ll, &p));
+  sizing.num_experts = base.experts, sizing.max_tokens = base.maxTokens, sizing.hidden = base.hidden;
+  sizing.top_k = base.topk, sizing.datatype = base.type, sizing.low_latency = 1;
+  EXPECT_OK(me, ncclEpCalculateBufferSize(me->comm, &sizing, &sizes));
+  EXPECT(me, sizes.window_bytes == p.window_bytes && sizes.scratch_bytes == p.scratch_bytes && sizes.gin_contexts == p.gin_contexts &&
+                 sizes.gin_signals == p.gin_signals && sizes.queue_pairs == p.queue_pairs,
+         "low latency: window %zu and %zu, scratch %zu and %zu", sizes.window_bytes, p.window_bytes, sizes.scratch_bytes, p.scratch_bytes);
+  EXPECT(me, sizes.window_bytes == sizes.count_bytes + sizes.metadata_bytes + sizes.flag_bytes + sizes.staging_bytes,
+         "low latency: %zu bytes are not the sum of their parts", sizes.window_bytes);
+  sizing.low_latency = 2;
+  EXPECT_ERROR(me, ncclEpCalculateBufferSize(me->comm, &sizing, &sizes), ncclInvalidArgument, "low_latency is 2");
+  sizing.low_latency = 0;
   EXPECT(me, p.hybrid == 1 && p.queue_pairs == p.gin_contexts && p.gin_signals > 4, "low latency: %u contexts, %u queue pairs, %u signals",
          p.gin_contexts, p.queue_pairs, p.gin_signals);
   EXPECT_OK(me, ncclEpGroupDestroy(ll));
   epGroupMake(me, &base);
   if (!me->group) return;
-  sizing.num_experts = base.experts, sizing.max_tokens = base.maxTokens, sizing.hidden = base.hidden;
-  sizing.top_k = base.topk, sizing.datatype = base.type;
   EXPECT_OK(me, ncclEpGetGroupProperties(me->group, &p));
   EXPECT_OK(me, ncclEpCalculateBufferSize(me->comm, &sizing, &sizes));
   EXPECT(me, p.hybrid == 1 && p.scale_out_ranks == 2 && p.scale_up_ranks == 2 && p.scale_out_rank == me->rank / 2,

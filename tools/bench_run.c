@@ -174,11 +174,12 @@ static int collectHeader(epBench *bench, epLayer *layer) {
   sizing.combine_datatype = epLayerType(layer->config.combineType);
   sizing.scale_bytes = epLayerScaleBytes(&layer->config);
   sizing.multiple_reductions = !layer->config.single;
+  sizing.low_latency = epLayerIsLl(&layer->config);
   if (ncclEpGetGroupProperties(layer->group, &properties) != ncclSuccess)
     return epToolFail("rank %d: ncclEpGetGroupProperties: %s", port->rank, ncclEpGetLastErrorString());
   if (ncclEpCalculateBufferSize(port->comm, &sizing, &sizes) != ncclSuccess)
     return epToolFail("rank %d: ncclEpCalculateBufferSize: %s", port->rank, ncclEpGetLastErrorString());
-  if (!epLayerIsLl(&layer->config) && sizes.window_bytes != properties.window_bytes)
+  if (sizes.window_bytes != properties.window_bytes)
     epToolFail("rank %d: ncclEpCalculateBufferSize says %zu bytes of window, the group has %zu", port->rank,
                sizes.window_bytes, properties.window_bytes);
   all = calloc((size_t)port->ranks, sizeof(*all));

@@ -67,7 +67,7 @@ CombineConfig = struct('ncclEpCombineConfig_t', ('send_only', _u), ('pass_direct
 BufferSizeConfig = struct(
     'ncclEpBufferSizeConfig_t', ('num_experts', _u), ('max_tokens', _u), ('hidden', _u), ('top_k', _u),
     ('datatype', _i), ('scale_bytes', _u), ('allow_hybrid', _i), ('multiple_reductions', _i),
-    ('combine_datatype', _i))
+    ('combine_datatype', _i), ('low_latency', _i))
 BufferSize = struct('ncclEpBufferSize_t', ('window_bytes', _z), ('count_bytes', _z), ('metadata_bytes', _z),
                     ('flag_bytes', _z), ('staging_bytes', _z), ('handle_bytes', _z), ('scratch_bytes', _z),
                     ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u))
