@@ -326,7 +326,7 @@ DEV bool ep_combine_token(const C c, const epHybridCombineArgs &a, const epPlace
 template <class C>
 DEV void ep_combine_reducers(const C c, const epHybridCombineArgs &a, uint32_t gen, uint32_t firstBlock) {
   const epCombineArgs &b = a.plain;
-  epPlace w = ep_place(c, b.group);
+  epPlace w = ep_place(c, b.group, a.hybrid, gen);
   uint32_t warps = c.threads / 32, tokens = ep_tokens(b.recordLayout, b.record, b.numTokens);
   uint32_t channels = a.hybrid.layout.channels;
   for (uint32_t t = (p::bid() - firstBlock) * warps + p::warp(); t < tokens; t += (b.blocks - firstBlock) * warps)
@@ -358,7 +358,7 @@ template <class C> DEV void ep_hybrid_combine(const C c, const epHybridCombineAr
       ep_combine_reducers(c, a, gen, reduce);
   }
   p::grid_launch();
-  ep_hybrid_end(c, b.group, gen, b.blocks);
+  ep_hybrid_end(c, b.group, a.hybrid, gen, b.blocks);
   ep_profile_end(profile, p::bid() < reduce ? EP_SPAN_SEND : EP_SPAN_RECEIVE, b.blocks);
 }
 

@@ -120,7 +120,7 @@ template <class C> DEV void ep_hybrid_forwarder(const C c, const epHybridDispatc
     return ep_tails_forward(c, a, gen);
   const epGroupArgs &g = a.plain.group;
   const epHybridGroup &h = a.hybrid;
-  epPlace w = ep_place(c, g);
+  epPlace w = ep_place(c, g, h, gen);
   uint32_t tails = w.domains * h.layout.channels, peer = g.rank;
   uint64_t want = epTailOf(gen + 1, 0), start = p::globaltimer(), seen = 0;
   for (uint32_t round = 0;; round++) {
@@ -286,7 +286,7 @@ template <class C> DEV void ep_hybrid_dispatch(const C c, const epHybridDispatch
       ep_hybrid_epilogue(c, a, gen, d.pushBlocks + 1);
   }
   p::grid_launch();
-  ep_hybrid_end(c, d.group, gen, d.blocks);
+  ep_hybrid_end(c, d.group, a.hybrid, gen, d.blocks);
   ep_profile_end(profile, p::bid() <= d.pushBlocks ? EP_SPAN_SEND : EP_SPAN_RECEIVE, d.blocks);
 }
 

@@ -55,9 +55,10 @@ typedef struct epGin {
 typedef struct epHybridLayout {
   uint64_t outCounts, outReplies, outMeta, railCounts, railReplies, railMeta, railTails, sumFlags, rail, send;
   uint64_t state;     /* of epHybridState, in the group's scratch */
-  uint32_t channels, contexts;
-  uint32_t putRows; /* rows of a batch where a chunk has no more: a power of two */
-  uint32_t pad;
+  uint64_t ways;      /* there too: each slot's counts of operations by fewer contexts (epWaysBytes) */
+  uint32_t channels;
+  uint32_t contexts, groupContexts; /* of a launch; of the group */
+  uint32_t putRows;                 /* rows of a batch where a chunk has no more: a power of two */
 } epHybridLayout;
 
 typedef struct epHybridRecord {
@@ -68,6 +69,14 @@ typedef struct epHybridState {
   uint32_t forwarded; /* blocks of an update that have forwarded their part */
   uint32_t pad[3];
 } epHybridState;
+
+/* A slot's ways: word 0 counts its operations by fewer contexts than the group's, word n those by n. */
+EP_HD uint64_t epWaysBytes(uint32_t contexts) { return 4ull * contexts; }
+/* Both, behind the plain scratch, which ends at *end. */
+EP_HD void epHybridScratchOf(uint64_t *end, epHybridLayout *h) {
+  h->state = epTake(end, sizeof(epHybridState));
+  h->ways = epTake(end, EP_SLOTS * epWaysBytes(h->groupContexts));
+}
 
 /* What a hybrid kernel gets behind the arguments of the plain one. */
 typedef struct epHybridGroup {
@@ -126,7 +135,7 @@ EP_HD void epHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, uint
   h->send = epTake(&at, (domains - 1) * rows);
   w->bytes = at;
   h->channels = channels;
-  h->contexts = contexts;
+  h->contexts = h->groupContexts = contexts;
 }
 
 /* Behind the plain sections, which end at `plainBytes`. */

@@ -50,7 +50,7 @@ EP_HD void epLlHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, ui
   h->send = epTake(&at, rows);
   w->bytes = at;
   h->channels = channels;
-  h->contexts = contexts;
+  h->contexts = h->groupContexts = contexts;
 }
 
 EP_HD uint32_t epLlSignalMessage(uint32_t domain) { return domain; }

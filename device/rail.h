@@ -8,6 +8,8 @@
 /* Where this rank is. */
 struct epPlace {
   uint32_t rank, domains, ups, domain, up; /* U; o and u */
+  uint32_t gen;                            /* with `ways`: of the operation */
+  const uint32_t *ways;                    /* null: this operation and all before it on the slot use the group's contexts */
 };
 
 template <class C> DEV epPlace ep_place(const C c, const epGroupArgs &g) {
@@ -17,6 +19,23 @@ template <class C> DEV epPlace ep_place(const C c, const epGroupArgs &g) {
   w.domains = c.ranks / c.scaleUp;
   w.domain = g.rank / c.scaleUp;
   w.up = g.rank % c.scaleUp;
+  w.gen = 0;
+  w.ways = nullptr;
+  return w;
+}
+
+DEV uint32_t *ep_ways(const epGroupArgs &g, const epHybridGroup &h) {
+  uint32_t slot = (uint32_t)(g.scratchLayout.state / EP_SECTION_ALIGN);
+  return (uint32_t *)(g.scratch + h.layout.ways + slot * epWaysBytes(h.layout.groupContexts));
+}
+
+/* For who reads tails. */
+template <class C> DEV epPlace ep_place(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen) {
+  epPlace w = ep_place(c, g);
+  uint32_t *ways = ep_ways(g, h);
+  w.gen = gen;
+  if (h.layout.contexts != h.layout.groupContexts || p::ldg<uint32_t>(ways))
+    w.ways = ways;
   return w;
 }
 
@@ -46,9 +65,25 @@ DEV bool ep_wait_signal(const epGroupArgs &g, const epHybridGroup &h, uint32_t c
 /* The context of a channel's puts and signals; all others go by context 0. */
 DEV uint32_t ep_context(const epHybridGroup &h, uint32_t channel) { return channel % h.layout.contexts; }
 
-/* The tail of what this rank gets from domain o by a channel. */
+/* What a channel's tails were told in other contexts than this operation's: all of each operation that went another way. */
+DEV uint64_t ep_told_elsewhere(const epHybridGroup &h, const epPlace &w, uint32_t channel) {
+  uint32_t all = h.layout.groupContexts, usual = w.gen - 1, here = ep_context(h, channel), elsewhere = 0;
+  for (uint32_t n = 1; n < all; n++) {
+    uint32_t by = p::ldg<uint32_t>(w.ways + n);
+    usual -= by;
+    if (channel % n != here)
+      elsewhere += by;
+  }
+  if (channel % all != here)
+    elsewhere += usual;
+  return (uint64_t)elsewhere << EP_TAIL_BITS;
+}
+
+/* The tail of what this rank gets from domain o by a channel. Signals belong to a context, so where operations differ in theirs a tail
+ * has grown in several. */
 DEV uint64_t ep_tail(const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t channel) {
-  return p::gin_read(h.gin, ep_context(h, channel), epSignalRows(w.domains, h.layout.channels, o, channel));
+  uint64_t told = p::gin_read(h.gin, ep_context(h, channel), epSignalRows(w.domains, h.layout.channels, o, channel));
+  return w.ways ? told + ep_told_elsewhere(h, w, channel) : told;
 }
 /* False: gave up; with masks, perhaps on this rail alone (ep_stopped). */
 template <class C>
@@ -293,7 +328,7 @@ template <class C> DEV uint32_t ep_most_received(const C c, const uint32_t *recv
 
 /* `aborted` stays: the group is lost, and what was queued behind an operation that gave up need not wait for a timeout of its own.
  * Every block ends here; the last one returns the domain's credits and moves the generation, unless the receiving part is still to come. */
-template <class C> DEV void ep_hybrid_end(const C c, const epGroupArgs &g, uint32_t gen, uint32_t blocks) {
+template <class C> DEV void ep_hybrid_end(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t blocks) {
   epGroupState *state = ep_state(g);
   epPlace w = ep_place(c, g);
   p::sync_threads();
@@ -305,6 +340,11 @@ template <class C> DEV void ep_hybrid_end(const C c, const epGroupArgs &g, uint3
   for (uint32_t u = 0; u < w.ups; u++)
     if (u != w.up && !ep_masked(c, g, w.domain * w.ups + u))
       p::st_release_sys((uint32_t *)(ep_window(g, w.domain * w.ups + u) + g.window.credits) + g.rank, gen);
+  if (h.layout.contexts != h.layout.groupContexts) {
+    uint32_t *ways = ep_ways(g, h), *mine = ways + h.layout.contexts;
+    p::stg<uint32_t>(ways, p::ldg<uint32_t>(ways) + 1);
+    p::stg<uint32_t>(mine, p::ldg<uint32_t>(mine) + 1);
+  }
   p::stg<uint32_t>(&state->stageGen, gen);
 }
 

@@ -221,7 +221,7 @@ public:
   Memory memory;
   Reports reports;
   KnownJoiner joiner;
-  u64 switches = 0, clockNs = 0, progress = 0, ginPuts = 0, ginPutBytes = 0;
+  u64 switches = 0, clockNs = 0, progress = 0, ginPuts = 0, ginPutBytes = 0, ginContextsUsed = 0;
   bool weak;
 
   // ---- what the primitives call

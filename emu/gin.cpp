@@ -81,7 +81,7 @@ u32 Engine::ginPut(GinPort *port, u32 context, u32 domain, u64 to, u64 from, u32
   ginEnter(q);
   drain(); // what happened before the put is what it reads
   u32 number = ++q->issued;
-  ginPuts++, ginPutBytes += bytes;
+  ginPuts++, ginPutBytes += bytes, ginContextsUsed |= 1ull << std::min(context, 63u);
   LastStamp writers;
   for (u32 i = 0; i < bytes; i += 4) {
     Word *w = Memory::wordAt(r, src + i);

@@ -339,6 +339,7 @@ static ncclResult_t report(ncclComm_t comm, ncclEpEmuReport_t *out) {
   out->clock_ns = e.clockNs;
   out->gin_puts = e.ginPuts;
   out->gin_put_bytes = e.ginPutBytes;
+  out->gin_contexts_used = e.ginContextsUsed;
   size_t n = std::min(e.reports.text().size(), sizeof out->text - 1);
   memcpy(out->text, e.reports.text().data(), n);
   out->text[n] = 0;

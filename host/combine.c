@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "hybrid.h"
 #include "low_latency.h"
 #include "operation.h"
 #include "runtime.h"
@@ -100,6 +101,10 @@ static ncclResult_t epCombineNoOptions(const char *call, const ncclEpCombineExtC
     return epFail(ncclInvalidUsage,
                   "%s: ext_config.num_sms is %u: expected 0 in low latency, which is set by its group", call,
                   ext->num_sms);
+  if (ext->num_qps)
+    return epFail(ncclInvalidUsage,
+                  "%s: ext_config.num_qps is %u: expected 0 in low latency, which is set by its group", call,
+                  ext->num_qps);
   return ncclSuccess;
 }
 
@@ -128,7 +133,7 @@ ncclResult_t epCombine(const char *call, ncclEpHandle_t h, const ncclEpCombineIn
                        const ncclEpCombineExtConfig_t *ext, cudaStream_t stream) {
   int backward = config->pass_direction == NCCL_EP_BWD_PASS;
   struct ncclEpGroup *g;
-  uint32_t rowBytes = 0, dtype = 0, bias = 0;
+  uint32_t rowBytes = 0, dtype = 0, bias = 0, contexts = 0;
   epCombineArgs a;
   epConfig kc;
   epGrid grid;
@@ -147,6 +152,7 @@ ncclResult_t epCombine(const char *call, ncclEpHandle_t h, const ncclEpCombineIn
     return r == ncclSuccess ? epLlCombine(call, h, in, out, config, &how, stream) : r;
   }
   if (r == ncclSuccess) r = epCombineConfigCheck(call, config);
+  if (r == ncclSuccess) r = epHybridQueuePairs(call, g, ext->num_qps, &contexts);
   if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epCombineInputs(call, h, in, backward, &rowBytes, &dtype, &a);
   if (r == ncclSuccess) r = epCombineOutputs(call, h, in, out, backward, &a);
@@ -159,6 +165,6 @@ ncclResult_t epCombine(const char *call, ncclEpHandle_t h, const ncclEpCombineIn
   if (r != ncclSuccess) return r;
   a.recordLayout = epHandleRecordLayout(h);
   a.record = h->record;
-  op = (epOperation){EP_KERNEL_COMBINE, kc, grid, &a, 1};
+  op = (epOperation){EP_KERNEL_COMBINE, kc, grid, &a, 1, contexts};
   return epOperationRun(call, h, &op, &how, stream);
 }

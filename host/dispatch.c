@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "fail.h"
+#include "hybrid.h"
 #include "low_latency.h"
 #include "operation.h"
 #include "runtime.h"
@@ -214,7 +215,7 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
                         cudaStream_t stream) {
   int forward = config->pass_direction == NCCL_EP_FWD_PASS, forwarded = 0;
   struct ncclEpGroup *g;
-  uint32_t rowBytes = 0, scaleBytes = 0;
+  uint32_t rowBytes = 0, scaleBytes = 0, contexts = 0;
   epDispatchArgs a;
   epConfig kc;
   epGrid grid;
@@ -233,6 +234,7 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
   if (r == ncclSuccess) r = epIssueCheck(call, "ext_config", &how);
   if (r == ncclSuccess && epIsLl(g)) return epLlDispatch(call, h, in, out, info, config, ext, &how, stream);
   if (r == ncclSuccess) r = epDispatchConfigCheck(call, config, info);
+  if (r == ncclSuccess) r = epHybridQueuePairs(call, g, ext->num_qps, &contexts);
   if (r == ncclSuccess) r = epScalesRecipe(call, config, 0, &forwarded);
   if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epDispatchInputs(call, h, in, forward, &rowBytes, &a);
@@ -263,7 +265,7 @@ ncclResult_t epDispatch(const char *call, ncclEpHandle_t h, const ncclEpDispatch
     a.update.firstBlock = grid.pushBlocks;
     a.update.blocks = epPolicyFusedBlocks(&g->topology, &grid, a.numTokens);
   }
-  op = (epOperation){EP_KERNEL_DISPATCH, kc, grid, &a, !kc.fused};
+  op = (epOperation){EP_KERNEL_DISPATCH, kc, grid, &a, !kc.fused, contexts};
   r = epOperationRun(call, h, &op, &how, stream);
   if (r == ncclSuccess && kc.fused) epUpdateIssued(h, capturing, how.work);
   return r;

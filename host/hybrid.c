@@ -111,7 +111,7 @@ void epHybridLayouts(struct ncclEpGroup *g) {
   }
   epHybridLayoutOf(g->shape, ups, epChannels(&g->topology), epContexts(&g->topology),
                    &g->windowLayout, &g->hybrid.layout);
-  g->hybrid.layout.state = epTake(&end, sizeof(epHybridState));
+  epHybridScratchOf(&end, &g->hybrid.layout);
   g->scratchLayout.bytes = end;
 }
 
@@ -119,6 +119,19 @@ uint32_t epHybridSignals(const struct ncclEpGroup *g, unsigned slot) {
   uint32_t domains = (uint32_t)g->topology.scaleOutRanks;
   uint32_t signals = (epIsLl(g) ? epLlSignalCount : epSignalCount)(domains, g->hybrid.layout.channels);
   return g->config.enable_mask && !slot ? signals + EP_RAIL_KINDS * domains : signals;
+}
+
+ncclResult_t epHybridQueuePairs(const char *call, const struct ncclEpGroup *g, unsigned asked, uint32_t *contexts) {
+  uint32_t most = g->hybrid.layout.contexts;
+  *contexts = 0;
+  if (!epIsHybrid(g) || !asked) return ncclSuccess;
+  if (asked > most)
+    return epFail(ncclInvalidArgument, "%s: ext_config.num_qps is %u: expected at most the group's, %u", call, asked, most);
+  if (g->config.enable_mask && asked != most)
+    return epFail(ncclInvalidUsage, "%s: ext_config.num_qps is %u: expected 0 or %u: fewer in a group with masks are not supported yet",
+                  call, asked, most);
+  *contexts = asked;
+  return ncclSuccess;
 }
 
 ncclResult_t epHybridConnect(struct ncclEpGroup *g, epWindow *window, unsigned slot, epGin *out) {
@@ -221,7 +234,8 @@ void epHybridBufferSize(const epTopology *topology, const epShape *shape, ncclEp
       epHybridRecordOf(epRecordLayoutOf(shape->ranks, shape->experts, shape->topk, shape->maxTokens).bytes, domains,
                        shape->topk, shape->maxTokens)
           .bytes;
-  sizes->scratch_bytes = epAlignUp(scratch + sizeof(epHybridState), EP_SECTION_ALIGN);
+  epHybridScratchOf(&scratch, &h);
+  sizes->scratch_bytes = scratch;
   sizes->gin_contexts = h.contexts;
   sizes->gin_signals = epSignalCount(domains, h.channels);
   sizes->queue_pairs = h.contexts * (domains - 1);

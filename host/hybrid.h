@@ -11,6 +11,8 @@ ncclResult_t epHybridPlan(struct ncclEpGroup *group);
 void epHybridLayouts(struct ncclEpGroup *group);
 /* Signals of each context of a slot's network. */
 uint32_t epHybridSignals(const struct ncclEpGroup *group, unsigned slot);
+/* Contexts of an operation whose caller asked for `asked` queue pairs; 0: the group's. */
+ncclResult_t epHybridQueuePairs(const char *call, const struct ncclEpGroup *group, unsigned asked, uint32_t *contexts);
 /* The network of the window of a slot. Collective. */
 ncclResult_t epHybridConnect(struct ncclEpGroup *group, epWindow *window, unsigned slot, epGin *out);
 size_t epHybridRecordBytes(const struct ncclEpGroup *group, uint32_t topk);

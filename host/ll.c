@@ -208,6 +208,9 @@ static ncclResult_t dispatchOptionsCheck(const char *call, const ncclEpDispatchE
   if (ext->num_sms)
     return epFail(ncclInvalidUsage, "%s: ext_config.num_sms is %u: expected 0 in low latency, which is set by its group",
                   call, ext->num_sms);
+  if (ext->num_qps)
+    return epFail(ncclInvalidUsage, "%s: ext_config.num_qps is %u: expected 0 in low latency, which is set by its group",
+                  call, ext->num_qps);
   return ncclSuccess;
 }
 
@@ -354,7 +357,7 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
   a.tokensHeld = !tokensKnown(h);
   a.tokensABlock = epLlTokensABlock(a.numTokens, &grid, h->topk);
   a.forwardBlocks = grid.forwardBlocks;
-  op = (epOperation){EP_KERNEL_LL_DISPATCH, c, grid, &a, 0};
+  op = (epOperation){EP_KERNEL_LL_DISPATCH, c, grid, &a, 0, 0};
   r = epOperationRun(call, h, &op, how, stream);
   if (r != ncclSuccess) return r;
   h->pending.on = 0;
@@ -427,7 +430,7 @@ ncclResult_t epLlCombine(const char *call, struct ncclEpHandle *h, const ncclEpC
   a.record = h->record;
   a.tokensHeld = !tokensKnown(h);
   a.forwardBlocks = grid.forwardBlocks;
-  op = (epOperation){EP_KERNEL_LL_COMBINE, c, grid, &a, 0};
+  op = (epOperation){EP_KERNEL_LL_COMBINE, c, grid, &a, 0, 0};
   return epOperationRun(call, h, &op, how, stream);
 }
 

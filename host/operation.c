@@ -14,6 +14,7 @@ struct epStaged {
   unsigned slot;
   cudaStream_t stream; /* of the sending part */
   int kernelId;
+  uint32_t contexts;
   epKernel *kernel; /* of the receiving part */
   epGrid grid;
   union {
@@ -52,8 +53,8 @@ static epGrid gridOf(const struct ncclEpGroup *g, const epOperation *op, uint32_
   return grid;
 }
 
-static ncclResult_t launchOn(struct ncclEpGroup *g, unsigned slot, int kernelId, epKernel *kernel, const epGrid *grid,
-                             void *args, cudaStream_t stream) {
+static ncclResult_t launchOn(struct ncclEpGroup *g, unsigned slot, int kernelId, uint32_t contexts, epKernel *kernel,
+                             const epGrid *grid, void *args, cudaStream_t stream) {
   uint8_t *at = args;
   const epGroupArgs group = epSlotArgs(g, slot);
   const uint32_t pushBlocks = grid->pushBlocks, blocks = grid->blocks;
@@ -61,7 +62,9 @@ static ncclResult_t launchOn(struct ncclEpGroup *g, unsigned slot, int kernelId,
   memcpy(at + places[kernelId].group, &group, sizeof group);
   memcpy(at + places[kernelId].pushBlocks, &pushBlocks, sizeof pushBlocks);
   memcpy(at + places[kernelId].blocks, &blocks, sizeof blocks);
-  return epLaunchKernel(g, epSlotNetwork(g, slot), kernel, &launch, stream);
+  epHybridGroup network = *epSlotNetwork(g, slot);
+  if (contexts) network.layout.contexts = contexts;
+  return epLaunchKernel(g, &network, kernel, &launch, stream);
 }
 
 static ncclResult_t partGet(const char *call, struct ncclEpGroup *g, const epOperation *op, uint32_t part,
@@ -93,7 +96,7 @@ static ncclResult_t runWhole(const char *call, struct ncclEpHandle *h, const epO
   ncclResult_t r = epKernelGet(call, g, op->kernelId, &op->config, stream, &kernel);
   if (r == ncclSuccess) r = epStreamsBegin(g, how, stream);
   if (r == ncclSuccess && op->route) r = epUpdatePending(call, h, how->work);
-  if (r == ncclSuccess) r = launchOn(g, 0, op->kernelId, kernel, &op->grid, op->args, how->work);
+  if (r == ncclSuccess) r = launchOn(g, 0, op->kernelId, op->contexts, kernel, &op->grid, op->args, how->work);
   return r == ncclSuccess ? ends(call, g, how) : r;
 }
 
@@ -110,7 +113,7 @@ static ncclResult_t sendPart(const char *call, struct ncclEpHandle *h, unsigned 
   epGrid grid = gridOf(g, op, EP_PART_SEND);
   ncclResult_t r = epStreamsBegin(g, how, stream);
   if (r == ncclSuccess && op->route) r = epUpdatePending(call, h, how->work);
-  if (r == ncclSuccess && grid.blocks) r = launchOn(g, slot, op->kernelId, kernel, &grid, op->args, how->work);
+  if (r == ncclSuccess && grid.blocks) r = launchOn(g, slot, op->kernelId, op->contexts, kernel, &grid, op->args, how->work);
   return r;
 }
 
@@ -124,7 +127,7 @@ static ncclResult_t runParts(const char *call, struct ncclEpHandle *h, const epO
   if (r == ncclSuccess) r = sendPart(call, h, 0, op, send, how, stream);
   if (r != ncclSuccess) return r;
   wait = g->be->ops->streamWait(g->be, how->work, how->epilogue);
-  r = launchOn(g, 0, op->kernelId, receive, &grid, op->args, how->work);
+  r = launchOn(g, 0, op->kernelId, op->contexts, receive, &grid, op->args, how->work);
   if (r != ncclSuccess) return r;
   end = ends(call, g, how);
   wait = notAnEvent(call, "ext_config.epilogue_event", how->epilogue, wait,
@@ -149,6 +152,7 @@ static ncclResult_t runStaged(const char *call, struct ncclEpHandle *h, const ep
     return r;
   }
   s->kernelId = op->kernelId;
+  s->contexts = op->contexts;
   s->stream = how->work;
   s->grid = gridOf(g, op, EP_PART_RECEIVE);
   memcpy(&s->args, op->args, places[op->kernelId].bytes);
@@ -193,7 +197,7 @@ ncclResult_t epOperationComplete(const char *call, struct ncclEpHandle *h, epIss
   if (on) r = epGroupUsable(call, g);
   if (r == ncclSuccess) r = epStreamsBegin(g, how, stream);
   if (r == ncclSuccess && on) r = epStreamsJoin(g, how, s->stream);
-  if (r == ncclSuccess && on) r = launchOn(g, s->slot, s->kernelId, s->kernel, &s->grid, &s->args, how->work);
+  if (r == ncclSuccess && on) r = launchOn(g, s->slot, s->kernelId, s->contexts, s->kernel, &s->grid, &s->args, how->work);
   if (r != ncclSuccess) return r;
   if (on) {
     s->on = 0;

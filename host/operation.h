@@ -11,6 +11,7 @@ typedef struct epOperation {
   epGrid grid;
   void *args; /* the kernel's, but for the group and the blocks */
   int route;  /* an update that is pending is launched first */
+  uint32_t contexts; /* of the network, where there is one; 0: the group's */
 } epOperation;
 
 /* Refuses what a handle with a staged operation must not do now. */

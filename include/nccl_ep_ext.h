@@ -229,6 +229,9 @@ typedef struct {
   cudaEvent_t epilogue_event; /* NULL, or: the receiving part starts after it; not with send_only */
   cudaEvent_t done_event;     /* NULL, or: recorded behind the call's work */
   int communication_stream;   /* 1: the work goes to the group's own stream instead of `stream` */
+  /* Queue pairs to each rank of the rail that this call's rows go by, the same on all ranks, at most the group's gin_contexts; 0: the
+   * group's. In one scale-up domain there are none, and it is ignored. */
+  unsigned int num_qps;
 } ncclEpDispatchExtConfig_t;
 #define NCCL_EP_DISPATCH_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchExtConfig_t, NCCL_EP_MAGIC)
 /* ncclEpDispatchExt: ncclEpDispatch, with options.
@@ -237,7 +240,7 @@ typedef struct {
  *   layout_info  as for ncclEpDispatch
  *   config       as for ncclEpDispatch
  *   ext_config   NULL: as ncclEpDispatch
- * Collective, asynchronous, capturable. Options may differ from rank to rank. Low latency has no options: it refuses all but the defaults. */
+ * Collective, asynchronous, capturable. Options but num_qps may differ from rank to rank. Low latency has no options: it refuses all but the defaults. */
 ncclResult_t ncclEpDispatchExt(ncclEpHandle_t handle, const ncclEpDispatchInputs_t *inputs,
                                const ncclEpDispatchOutputs_t *outputs, const ncclEpLayoutInfo_t *layout_info,
                                const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext_config,
@@ -257,6 +260,9 @@ typedef struct {
   cudaEvent_t epilogue_event; /* NULL, or: the receiving part starts after it; not with send_only */
   cudaEvent_t done_event;     /* NULL, or: recorded behind the call's work */
   int communication_stream;   /* 1: the work goes to the group's own stream instead of `stream` */
+  /* Queue pairs to each rank of the rail that this call's rows go by, the same on all ranks, at most the group's gin_contexts; 0: the
+   * group's. In one scale-up domain there are none, and it is ignored. */
+  unsigned int num_qps;
 } ncclEpCombineExtConfig_t;
 #define NCCL_EP_COMBINE_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpCombineExtConfig_t, NCCL_EP_MAGIC)
 /* ncclEpCombineExt: ncclEpCombine, with options.
@@ -264,7 +270,7 @@ typedef struct {
  *   outputs     as for ncclEpCombine
  *   config      as for ncclEpCombine
  *   ext_config  NULL: as ncclEpCombine
- * Collective, asynchronous, capturable. Options may differ from rank to rank.
+ * Collective, asynchronous, capturable. Options but num_qps may differ from rank to rank.
  * Low latency has no options: it refuses all but the defaults. */
 ncclResult_t ncclEpCombineExt(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
                               const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
@@ -525,6 +531,7 @@ typedef struct {
   char text[4096];             /* the first reports: cause, rank, block, thread, place */
   /* Between scale-up domains, of all ranks since the communicators were made. */
   unsigned long long gin_puts, gin_put_bytes;
+  unsigned long long gin_contexts_used; /* bit c: something was put by context c; the last bit: by any from there on */
 } ncclEpEmuReport_t;
 #define NCCL_EP_EMU_REPORT_INIT NCCL_EP_STRUCT_INIT(ncclEpEmuReport_t, NCCL_EP_MAGIC)
 

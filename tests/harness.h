@@ -131,6 +131,8 @@ typedef struct epRun {
   ncclWindow_t outWindows[2], xWindows[2], wWindows[2]; /* over the memory of out, x and w */
   unsigned salt; /* varies what may be varied: counter types, slack of outputs, what follows a borrowing update */
   int borrow;    /* updates borrow topk_idx; the same on all ranks */
+  unsigned queuePairs; /* num_qps of dispatches and forward combines */
+  int staged;          /* dispatches are sent and completed by two calls */
   unsigned long long delayNs; /* the next dispatch comes so much later */
   int unchecked;              /* the last one's routing is not there yet */
 } epRun;

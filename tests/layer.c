@@ -519,11 +519,15 @@ static ncclResult_t dispatchCall(epTestRank *me, epRun *run, int backward, ncclE
   }
   if (run->delayNs) EXPECT_OK(me, ncclEpEmuStreamDelay(me->comm, NULL, run->delayNs));
   run->delayNs = 0;
-  if (!c->scaleColumns && !c->noZeroPad) return ncclEpDispatch(run->handle, in, out, info, &config, NULL);
+  config.send_only = run->staged;
+  if (!c->scaleColumns && !c->noZeroPad && !run->queuePairs && !run->staged)
+    return ncclEpDispatch(run->handle, in, out, info, &config, NULL);
   ext.scale_layout = c->scaleColumns ? NCCL_EP_SCALE_COLUMN_MAJOR : NCCL_EP_SCALE_ROW_MAJOR;
   ext.scale_column_stride = run->salt & 1 ? run->scaleStride : 0;
   ext.no_zero_pad = c->noZeroPad;
-  return ncclEpDispatchExt(run->handle, in, out, info, &config, &ext, NULL);
+  ext.num_qps = run->queuePairs;
+  ncclResult_t r = ncclEpDispatchExt(run->handle, in, out, info, &config, &ext, NULL);
+  return r == ncclSuccess && run->staged ? ncclEpComplete(run->handle, NULL, NULL) : r;
 }
 
 /* Every byte of the output's scales, those that nobody may touch included. */
@@ -706,7 +710,9 @@ void epRunCombine(epTestRank *me, epRun *run) {
   in.tokens = &rows.t;
   ncclEpCombineOutputs_t out = NCCL_EP_COMBINE_OUTPUTS_INIT;
   out.tokens = &run->y.t;
-  EXPECT_OK(me, ncclEpCombine(run->handle, &in, &out, NULL, NULL));
+  ncclEpCombineExtConfig_t ext = NCCL_EP_COMBINE_EXT_CONFIG_INIT;
+  ext.num_qps = run->queuePairs;
+  EXPECT_OK(me, ncclEpCombineExt(run->handle, &in, &out, NULL, &ext, NULL));
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   checkSums(me, run);
   epTensorFree(me, &rows);

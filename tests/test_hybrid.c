@@ -92,6 +92,69 @@ static void queuePairsAreTheCallers(void **state) {
   epWorldRun(&world, queuesBody);
 }
 
+/* Calls by fewer queue pairs than the group's, by all, and by other numbers, in any order and also staged: results are those of any
+ * other call, and rows go by no more contexts than were asked for. */
+typedef struct queuesCase {
+  const epRound *rounds;
+  unsigned count;
+  unsigned asked[8];
+  unsigned long long used; /* OUT: mask of contexts */
+} queuesCase;
+
+static void askedBody(epTestRank *me) {
+  queuesCase *q = me->arg;
+  ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
+  ncclEpEmuReport_t report = NCCL_EP_EMU_REPORT_INIT;
+  epRun run = {0};
+  epGroupConfigOf(q->rounds[0].c, &config);
+  config.num_qp_per_rank = 3;
+  EXPECT_OK(me, ncclEpCreateGroup(&me->group, me->comm, &config));
+  if (!me->group) return;
+  for (unsigned i = 0; i < q->count; i++) {
+    run.queuePairs = q->asked[i], run.staged = i == 3 || i == 5;
+    epRunUpdate(me, &run, &q->rounds[i % 2]);
+    epRunDispatch(me, &run);
+    if (i % 3 != 1) epRunCombine(me, &run);
+  }
+  if (q->count > 1) {
+    ncclEpDispatchExtConfig_t ext = NCCL_EP_DISPATCH_EXT_CONFIG_INIT;
+    ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
+    ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
+    ext.num_qps = 4;
+    EXPECT_ERROR(me, ncclEpDispatchExt(run.handle, &in, &out, NULL, NULL, &ext, NULL), ncclInvalidArgument,
+                 "num_qps is 4|at most the group's, 3");
+  }
+  epRunFree(me, &run);
+  epGroupFree(me);
+  if (me->rank) return;
+  EXPECT_OK(me, ncclEpEmuGetReport(me->comm, &report));
+  EXPECT(me, !report.faults, "%s", report.text);
+  q->used = report.gin_contexts_used;
+}
+
+static unsigned long long contextsUsed(const epRound *rounds, unsigned count, const unsigned *asked, uint64_t seed) {
+  queuesCase q = {rounds, count, {0}, 0};
+  memcpy(q.asked, asked, count * sizeof(*asked));
+  epTestWorld world = {.ranks = 4, .seed = seed, .arg = &q};
+  epWorldRun(&world, askedBody);
+  return q.used;
+}
+
+static void callsChooseQueuePairs(void **state) {
+  epCase c = base;
+  epRound rounds[2];
+  uint64_t seed = 11;
+  (void)state;
+  c.maxTokens = 4 * EP_MAX_CHUNK_ROWS; /* a batch for each channel */
+  for (int i = 0; i < 2; i++) epRoundMake(&rounds[i], &c, (uint32_t[]){32, 27, 32, 32}, epPickRandom, &seed);
+  assert_int_equal(contextsUsed(rounds, 1, (unsigned[]){1}, 1), 1);
+  assert_int_equal(contextsUsed(rounds, 1, (unsigned[]){2}, 2), 3);
+  assert_int_equal(contextsUsed(rounds, 1, (unsigned[]){0}, 3), 7);
+  for (uint64_t i = 4; i < 8; i++)
+    assert_int_equal(contextsUsed(rounds, 8, (unsigned[]){0, 1, 2, 2, 0, 1, 3, 2}, i), 7);
+  for (int i = 0; i < 2; i++) epRoundFree(&rounds[i]);
+}
+
 /* ---- Sums that start from rows ------------------------------------------------------------------------------------------ */
 
 static float valueOf(const epTestTensor *t, size_t at) {
@@ -350,6 +413,7 @@ int main(void) {
       cmocka_unit_test(propertiesTellWhatIsAsked),       cmocka_unit_test(queuePairsAreTheCallers),
       cmocka_unit_test(theModelCountsWhatKernelsPut),    cmocka_unit_test(sumsStartFromBiases),
       cmocka_unit_test(recordsOfOtherDomainsAreRefused), cmocka_unit_test(aRankThatStaysAwayIsReported),
+      cmocka_unit_test(callsChooseQueuePairs),
   };
   if (setenv("EP_TEST_DOMAINS", "2", 1)) return 1;
   return cmocka_run_group_tests(tests, NULL, NULL);

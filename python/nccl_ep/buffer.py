@@ -488,7 +488,8 @@ class ElasticBuffer(core.Unique):
                     handle._synchronize()
                     op.routed()
             outputs = self._move(op, handle, x, scales, topk_weights, do_zero_padding, use_tma_aligned_col_major_sf,
-                                 num_sms or handle.num_sms, defer_epilogue or previous_event_before_epilogue is not None)
+                                 num_sms or handle.num_sms, num_qps,
+                                 defer_epilogue or previous_event_before_epilogue is not None)
             if stats is not None and not cached:  # last: a call that is refused counts nothing
                 with op.on_comm_stream():
                     port.add(stats, handle._device_counts()[1])
@@ -507,7 +508,7 @@ class ElasticBuffer(core.Unique):
             return t.shape[1] * self._itemsize(t)
         return align(max(row(x) + (align(row(scales), 16) if scales is not None else 0), 2 * x.shape[1]), 16)
 
-    def _move(self, op, handle, x, scales, weights, zero_padding, columns, num_sms, send_only):
+    def _move(self, op, handle, x, scales, weights, zero_padding, columns, num_sms, num_qps, send_only):
         """The rows' way along a handle: (tokens, scales, weights, indices) received, None where there are none."""
         port, rows, topk = self._port, handle._rows, handle._routing.handle.topk
         flat = not handle.do_expand
@@ -540,7 +541,7 @@ class ElasticBuffer(core.Unique):
             dict(tokens=port.describe(recv_x), topk_weights=port.describe(recv_weights),
                  scales=port.describe(recv_scales), topk_idx=port.describe(recv_idx)),
             backward=sent_weights is None, columns=columns and scales is not None, zero_pad=zero_padding,
-            num_sms=num_sms, send_only=send_only, stream=op.stream)
+            num_sms=num_sms, num_qps=num_qps, send_only=send_only, stream=op.stream)
         handle._zero_weights = handle._zero_weights if zeros is None else zeros
         return recv_x, recv_scales, recv_weights, recv_idx
 
@@ -585,8 +586,8 @@ class ElasticBuffer(core.Unique):
                 dict(tokens=port.describe(x), topk_weights=port.describe(topk_weights)),
                 dict(tokens=port.describe(combined), topk_weights=port.describe(combined_weights)),
                 backward=topk_weights is not None, bias=[port.describe(t) for t in bias],
-                num_sms=num_sms or handle.num_sms, send_only=defer_epilogue or previous_event_before_epilogue is not None,
-                stream=op.stream)
+                num_sms=num_sms or handle.num_sms, num_qps=num_qps,
+                send_only=defer_epilogue or previous_event_before_epilogue is not None, stream=op.stream)
             event = self._end('combine', op, handle, previous_event_before_epilogue, defer_epilogue,
                               (x, topk_weights, combined, combined_weights) + bias)
         return combined, combined_weights, event

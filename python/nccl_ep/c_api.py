@@ -81,8 +81,8 @@ GroupProperties = struct(
     ('num_sms_combine_expert_major', _i))
 _events = (('start_event', _p), ('epilogue_event', _p), ('done_event', _p), ('communication_stream', _i))
 DispatchExtConfig = struct('ncclEpDispatchExtConfig_t', ('scale_layout', _i), ('no_zero_pad', _i),
-                           ('scale_column_stride', _z), ('num_sms', _u), *_events)
-CombineExtConfig = struct('ncclEpCombineExtConfig_t', ('num_sms', _u), ('bias', _t * 2), *_events)
+                           ('scale_column_stride', _z), ('num_sms', _u), *_events, ('num_qps', _u))
+CombineExtConfig = struct('ncclEpCombineExtConfig_t', ('num_sms', _u), ('bias', _t * 2), *_events, ('num_qps', _u))
 HostCounts = struct('ncclEpHostCounts_t', ('total', _u), ('total_padded', _u), ('per_source', c.POINTER(_u)),
                     ('per_expert', c.POINTER(_u)), ('per_expert_padded', c.POINTER(_u)))
 DeviceCounts = struct('ncclEpDeviceCounts_t', ('per_source', _p), ('per_expert', _p), ('expert_start', _p))
@@ -95,7 +95,8 @@ ErrorInfo = struct('ncclEpErrorInfo_t', ('code', _i), ('rank', _i), ('peer', _i)
 EmuOptions = struct('ncclEpEmuOptions_t', ('seed', c.c_ulonglong), ('num_sms', _u), ('bug', _u),
                     ('no_weak_memory', _u), ('no_bulk_copies', _u))
 EmuReport = struct('ncclEpEmuReport_t', ('faults', _u), ('switches', c.c_ulonglong), ('clock_ns', c.c_ulonglong),
-                   ('text', c.c_char * 4096), ('gin_puts', c.c_ulonglong), ('gin_put_bytes', c.c_ulonglong))
+                   ('text', c.c_char * 4096), ('gin_puts', c.c_ulonglong), ('gin_put_bytes', c.c_ulonglong),
+                   ('gin_contexts_used', c.c_ulonglong))
 
 STRUCTS = (Tensor, GroupConfig, LayoutInfo, HandleConfig, DispatchInputs, DispatchOutputs, DispatchConfig,
            CombineInputs, CombineOutputs, CombineConfig, BufferSizeConfig, BufferSize, GroupProperties,

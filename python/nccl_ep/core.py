@@ -55,6 +55,7 @@ class Group(Unique):
         call('ncclEpCreateGroupExt', pointer, comm, config,
              c_api.GroupExtConfig(single_reduction=not multiple_reductions))
         self.pointer, self.max_token_bytes = pointer, max_token_bytes
+        self.queue_pairs = self.properties().gin_contexts  # to each rank of the rail; 0 in one scale-up domain
 
     def properties(self):
         properties = c_api.GroupProperties()
@@ -110,22 +111,22 @@ class Handle(Unique):
         call('ncclEpUpdateHandle', self.live(), Descriptor(topk_idx).pointer, None, stream)
         self.tokens = topk_idx.shape[0]
 
-    def dispatch(self, inputs, outputs, backward, columns, zero_pad, num_sms, send_only, stream):
+    def dispatch(self, inputs, outputs, backward, columns, zero_pad, num_sms, num_qps, send_only, stream):
         """`inputs`, `outputs`: dicts of Arrays by the C structs' field names. `columns`: scales column-major."""
         config = c_api.DispatchConfig(
             send_only=send_only, pass_direction=c_api.BWD_PASS if backward else c_api.FWD_PASS,
             quant_recipe=c_api.DISP_QUANT_FWD if inputs.get('scales') else c_api.DISP_QUANT_NONE)
         ext = c_api.DispatchExtConfig(
             scale_layout=c_api.SCALE_COLUMN_MAJOR if columns else c_api.SCALE_ROW_MAJOR, no_zero_pad=not zero_pad,
-            num_sms=num_sms)
+            num_sms=num_sms, num_qps=min(num_qps, self.group.queue_pairs))
         call('ncclEpDispatchExt', self.live(), _filled(c_api.DispatchInputs, **inputs),
              _filled(c_api.DispatchOutputs, **outputs), None, config, ext, stream)
 
-    def combine(self, inputs, outputs, backward, bias, num_sms, send_only, stream):
+    def combine(self, inputs, outputs, backward, bias, num_sms, num_qps, send_only, stream):
         """`bias`: up to two Arrays."""
         config = c_api.CombineConfig(send_only=send_only,
                                      pass_direction=c_api.BWD_PASS if backward else c_api.FWD_PASS)
-        ext = c_api.CombineExtConfig(num_sms=num_sms)
+        ext = c_api.CombineExtConfig(num_sms=num_sms, num_qps=min(num_qps, self.group.queue_pairs))
         descriptors = [Descriptor(array) for array in bias]
         for i, descriptor in enumerate(descriptors):
             ext.bias[i] = descriptor.pointer

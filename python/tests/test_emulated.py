@@ -85,7 +85,7 @@ class Flat(Case):
             self.assertIsNone(none)
             self.equal(combined.float(), expected_combine(data, me, domains), 'combine')
             bias, other = (rank.tensor(reference.round_bfloat16(v), 'bfloat16') for v in (b.x * 3, b.x + 1))
-            biased, _, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, bias=bias, num_sms=3)
+            biased, _, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, bias=bias, num_sms=3, num_qps=1)
             self.equal(biased.float(), expected_combine(data, me, domains, [bias.float()]), 'a bias')
             biased, _, _ = buffer.combine(rank.tensor(y, 'bfloat16'), handle, bias=(bias, other))
             self.equal(biased.float(), expected_combine(data, me, domains, [bias.float(), other.float()]), 'two biases')
