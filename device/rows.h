@@ -134,7 +134,7 @@ DEV uint32_t ep_draw(const epGroupArgs &g, epDraw &d) {
  * way at all times, at which the SM's stores queue. The flags of a fence wait for its last round, so the last rounds of all
  * have a fence each, and so has everything where there are fewer than some fifty rounds. */
 DEV uint32_t ep_rounds_a_fence(uint32_t pushBlocks, uint32_t rounds) {
-  uint32_t n = rounds / pushBlocks / 12;
+  uint32_t n = rounds / pushBlocks / (pushBlocks < 16 ? 9 : 12); /* few blocks do not fill the link */
   return n < 4 ? 1 : n > EP_ROUNDS_A_FENCE ? EP_ROUNDS_A_FENCE : n;
 }
 /* Rounds that senders may be ahead of their signaller: no more than help, so that blocks stay together. */

@@ -10,8 +10,9 @@
  * read several slots for each row they send, so two thirds of the blocks send (T = 4096: 66 of 132 224 us, 88 211 us, 108
  * 237 us); those that are done help to reduce. */
 #define EP_PUSH_BLOCKS_DISPATCH 28u
-/* Of few blocks, in flat, 3 of 8: T rows are sent and 2T copied (16 SMs, T = 8192: 5, 6, 8 and 10 senders 637, 575, 722 and 935 us). */
-#define EP_PUSH_SHARE_FLAT(blocks) ((blocks) > 4 ? (blocks)*3 / 8 : (blocks) / 2)
+/* Of few blocks, in flat, 3 of 8: T rows are sent and 2T copied (16 SMs, T = 8192: 5, 6, 8 and 10 senders 637, 575, 722 and 935 us; 18 SMs,
+ * T = 4096: 7 senders 274 us). */
+#define EP_PUSH_SHARE_FLAT(blocks) ((blocks) > 4 ? ((blocks)*3 + 4) / 8 : (blocks) / 2)
 /* In expert-major the epilogue writes each row several times and is the longer part, 2.4 us of an SM for 0.7 of a sender's; short rows
  * need more senders. */
 #define EP_PUSH_BLOCKS_DISPATCH_MAJOR 16u

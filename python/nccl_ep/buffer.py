@@ -72,7 +72,7 @@ class ElasticBuffer(core.Unique):
       allow_hybrid_mode: no effect within one scale-up domain; several need it.
       allow_multiple_reduction: False sums a token's slots once, without rounding on the way; more bytes travel, and the
         window has room for every choice of a token.
-      prefer_overlap_with_compute: use an eighth of the SMs instead of all.
+      prefer_overlap_with_compute: use a seventh of the SMs instead of all.
       sl_idx, num_allocated_qps: taken, without effect.
       num_gpu_timeout_secs: for waits of kernels and for host waits; num_cpu_timeout_secs: taken, without effect.
       explicitly_destroy: destroy() must be called; else the buffer is destroyed when its last reference goes. Both are collective.
@@ -162,12 +162,12 @@ class ElasticBuffer(core.Unique):
 
     def get_theoretical_num_sms(self, num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0,
                                 sm_read_gbs=200, sm_write_gbs=50):
-        """SMs that a call uses by default: all, or an eighth (even, at least 4) where overlap is preferred. It depends on
+        """SMs that a call uses by default: all, or a seventh (even, at least 4) where overlap is preferred. It depends on
         nothing else: the library divides them between sending and receiving by itself. Compute beside it should be given the
         others: docs/overlap.md."""
         checks.whole(num_experts=num_experts, num_topk=num_topk)
         all_sms = self._port.num_sms()
-        return min(all_sms, max(4, all_sms // 16 * 2)) if self.prefer_overlap_with_compute else all_sms
+        return min(all_sms, max(4, all_sms // 14 * 2)) if self.prefer_overlap_with_compute else all_sms
 
     def get_theoretical_num_qps(self, num_sms):
         """Queue pairs, as DeepEP counts them; the library chooses its own number."""
