@@ -141,7 +141,7 @@ DEV void ep_combine_chunk(const C c, const epHybridCombineArgs &a, const epPlace
     uint32_t row = ep_own_slot(c, b, s, j, l < c.topk ? p::ldg<uint32_t>(meta + 1 + l) : EP_NONE);
     epDomainSum sum = {0, 0, ep_own_lanes(c, row), ep_own_address(c, b, row)};
     uint32_t head = p::ldg<uint32_t>(meta);
-    uint8_t *to = ep_sum_row(b.group, w, u, o, EP_META_PLACE_OF(head), EP_META_TOKEN(head));
+    uint8_t *to = ep_sum_row(c, b.group, w, u, w.up, o, EP_META_PLACE_OF(head), EP_META_TOKEN(head));
     ep_make_row(c, to, [&](uint32_t at) { return ep_sum_own(c, sum, at); });
     if (c.weights && l < c.topk)
       p::stg<uint32_t>(to + c.rowBytes + 4 * l, ep_own_weight(c, b, row));
@@ -149,7 +149,7 @@ DEV void ep_combine_chunk(const C c, const epHybridCombineArgs &a, const epPlace
   p::sync_warp();
   if (!c.single && l < size && chunk * size + l < rows) {
     uint32_t head = p::ldg<uint32_t>(ep_record_meta(c, b.group, b.recordLayout, b.record, s, chunk * size + l));
-    p::st_release_sys(ep_sum_flag(b.group, a.hybrid, w, u, o, EP_META_PLACE_OF(head), EP_META_TOKEN(head)), gen);
+    p::st_release_sys(ep_sum_flag(c, b.group, a.hybrid, w, u, w.up, o, EP_META_PLACE_OF(head), EP_META_TOKEN(head)), gen);
   }
 }
 
@@ -182,13 +182,13 @@ DEV bool ep_combine_domain(const C c, const epHybridCombineArgs &a, const epPlac
   uint32_t placed = p::ballot(p::FULL, here && !mine && (mates & ep_lanes_below()) == 0);
   uint32_t place = p::popc(placed & ((1u << (p::ffs(mates) - 1)) - 1));
   if (last && !mine && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_await_flag(c, b.group, ep_sum_flag(b.group, a.hybrid, w, w.up, o, place, t), gen, EP_PHASE_COMBINE_ROWS, owner);
+    ok = ep_await_flag(c, b.group, ep_sum_flag(c, b.group, a.hybrid, w, w.up, owner % w.ups, o, place, t), gen, EP_PHASE_COMBINE_ROWS, owner);
   if (!ep_parts_stay(c, b.group, ok, mates, &here))
     return false;
   last = last && here;
   p::sync_warp();
   uint32_t slot = mine ? ep_own_slot(c, b, s, row, entry) : EP_NONE;
-  const uint8_t *staged = here && !mine ? ep_sum_row(b.group, w, w.up, o, place, t) : nullptr;
+  const uint8_t *staged = here && !mine ? ep_sum_row(c, b.group, w, w.up, owner % w.ups, o, place, t) : nullptr;
   sum->own = ep_own_lanes(c, slot);
   sum->ranks = p::ballot(p::FULL, last && (!mine || sum->own));
   sum->ownAt = p::ballot(p::FULL, last && mine && sum->own);

@@ -77,7 +77,7 @@ DEV void ep_hybrid_chunk(const C c, const epHybridDispatchArgs &a, const epPlace
     }
     for (uint32_t m = k.near; m; m &= m - 1) {
       uint32_t u = p::shfl(p::FULL, k.owner, p::ffs(m) - 1) % w.ups;
-      ep_token_store(c, d, k, ep_near_row(g, w, u, w.up, t));
+      ep_token_store(c, d, k, ep_near_row(c, g, w, u, w.up, t));
     }
   }
   p::sync_warp();
@@ -163,7 +163,7 @@ DEV bool ep_hybrid_ready(const C c, const epHybridDispatchArgs &a, const epPlace
     return true;
   }
   if (o == w.domain) {
-    *row = ep_near_row(g, w, w.up, u, t);
+    *row = ep_near_row(c, g, w, w.up, u, t);
     return c.bug == EP_BUG_SKIP_WAIT ||
            ep_warp_await_flag(c, g, ep_near_flag(g, w, w.up, u, t / epChunkRows(c.rowBytes)), gen, EP_PHASE_DISPATCH_ROWS, s);
   }

@@ -18,6 +18,8 @@
  *                                          [O][P][B], partial sums of token t of my rail's rank in domain o, by place
  *   rail         u8  [O - 1][B][stride]    rows from my rail's ranks, at their token index
  *   send         u8  [O - 1][B][stride]    rows on their way to the rail: what GIN reads must lie in the window
+ *   With masks `stage` is divided by writer, so that one who comes late reaches nobody else's rows: sumFlags, stage [U - 1][O][B], and dispatch
+ *   uses the first B rows of each.
  *   Where combines sum nothing on the way, a token has a row for each k there: sumFlags, stage [O][K][B]; rail, send [O - 1][B][K].
  *
  * Signals of a rank, each by sending domain o (they only add, and are never cleared): META and REPLY count updates, CREDIT
@@ -105,12 +107,13 @@ EP_HD uint32_t epDomainWords(uint32_t scaleUp, uint32_t experts, uint32_t ranks)
 EP_HD uint32_t epPlaces(uint32_t scaleUp, uint32_t topk) { return scaleUp - 1 < topk ? scaleUp - 1 : topk; }
 
 /* Fills both halves of the window's layout; `w` is the group's. */
-EP_HD void epHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, uint32_t contexts, epWindowLayout *w,
-                            epHybridLayout *h) {
+EP_HD void epHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, uint32_t contexts, uint32_t masks,
+                            epWindowLayout *w, epHybridLayout *h) {
   uint64_t at = 0, domains = s.ranks / scaleUp, words = (uint64_t)s.experts / s.ranks + 1;
   uint64_t domainWords = epDomainWords(scaleUp, s.experts, s.ranks), sums, rows;
   /* Without partial sums a slot keeps the place of its k all the way. */
   sums = domains * (epShapeSingle(&s) ? s.topk : epPlaces(scaleUp, s.topk));
+  if (masks) sums = domains * (scaleUp - 1) * (epShapeSingle(&s) ? s.topk : 1);
   w->stageStride = epAlignUp((uint64_t)s.maxRowBytes + epWeightBytes(s.topk), EP_LINE);
   w->chunks = s.maxTokens;
   w->metaWords = 1 + s.topk;

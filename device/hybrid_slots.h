@@ -14,15 +14,22 @@ struct epSlots {
 };
 
 /* Slot k of token t of the rank of domain o that rank `owner` of my domain stands for; its flag. */
-DEV uint64_t ep_slot_index(const epGroupArgs &g, uint32_t o, uint32_t k, uint32_t t) {
-  return ((uint64_t)o * g.windowTopk + k) * g.maxTokens + t;
+template <class C>
+DEV uint64_t ep_slot_index(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o, uint32_t k,
+                           uint32_t t) {
+  return (c.mask ? ep_near_rows(c, g, w, owner, writer) : 0) + ((uint64_t)o * g.windowTopk + k) * g.maxTokens + t;
 }
-DEV uint8_t *ep_slot_row(const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t o, uint32_t k, uint32_t t) {
-  return ep_window(g, w.domain * w.ups + owner) + g.window.stage + ep_slot_index(g, o, k, t) * g.window.stageStride;
+template <class C>
+DEV uint8_t *ep_slot_row(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o, uint32_t k,
+                         uint32_t t) {
+  return ep_window(g, w.domain * w.ups + owner) + g.window.stage +
+         ep_slot_index(c, g, w, owner, writer, o, k, t) * g.window.stageStride;
 }
-DEV uint32_t *ep_slot_flag(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t o,
-                           uint32_t k, uint32_t t) {
-  return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + h.layout.sumFlags) + ep_slot_index(g, o, k, t);
+template <class C>
+DEV uint32_t *ep_slot_flag(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t writer,
+                           uint32_t o, uint32_t k, uint32_t t) {
+  return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + h.layout.sumFlags) +
+         ep_slot_index(c, g, w, owner, writer, o, k, t);
 }
 /* Window offset of slot k of token t from (to) domain o. */
 template <class C>
@@ -63,13 +70,13 @@ DEV void ep_slots_push(const C c, const epHybridCombineArgs &a, const epPlace &w
   uint64_t address = row != EP_NONE ? ep_own_address(c, b, row) : 0;
   for (uint32_t m = rows; m; m &= m - 1) {
     uint32_t k = p::ffs(m) - 1;
-    ep_slot_move(c, ep_slot_row(b.group, w, u, o, k, t), ep_lane_address(address, k));
+    ep_slot_move(c, ep_slot_row(c, b.group, w, u, w.up, o, k, t), ep_lane_address(address, k));
   }
   if (c.weights && entry != EP_NONE)
-    p::stg<uint32_t>(ep_slot_row(b.group, w, u, o, top, t) + c.rowBytes + 4 * l, ep_own_weight(c, b, row));
+    p::stg<uint32_t>(ep_slot_row(c, b.group, w, u, w.up, o, top, t) + c.rowBytes + 4 * l, ep_own_weight(c, b, row));
   p::sync_warp();
   if (rows >> l & 1)
-    p::st_release_sys(ep_slot_flag(b.group, a.hybrid, w, u, o, l, t), gen);
+    p::st_release_sys(ep_slot_flag(c, b.group, a.hybrid, w, u, w.up, o, l, t), gen);
 }
 
 /* Whole warp: the slots that this domain holds of token t of my rail's rank in domain o; arguments as of ep_combine_domain. False:
@@ -82,13 +89,13 @@ DEV bool ep_slots_domain(const C c, const epHybridCombineArgs &a, const epPlace 
   bool mine = here && owner == w.rank, ok = true;
   slots->top = here ? ep_slot_top(c, mates) : l;
   if (here && slots->top == l && !mine && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_await_flag(c, b.group, ep_slot_flag(b.group, a.hybrid, w, w.up, o, l, t), gen, EP_PHASE_COMBINE_ROWS, owner);
+    ok = ep_await_flag(c, b.group, ep_slot_flag(c, b.group, a.hybrid, w, w.up, owner % w.ups, o, l, t), gen, EP_PHASE_COMBINE_ROWS, owner);
   bool there = here;
   if (!ep_parts_stay(c, b.group, ok, mates, &there))
     return false;
   p::sync_warp();
   uint32_t slot = mine ? ep_own_slot(c, b, o * w.ups + w.up, row, entry) : EP_NONE;
-  const uint8_t *staged = there && !mine ? ep_slot_row(b.group, w, w.up, o, slots->top, t) : nullptr;
+  const uint8_t *staged = there && !mine ? ep_slot_row(c, b.group, w, w.up, owner % w.ups, o, slots->top, t) : nullptr;
   slots->rows = p::ballot(p::FULL, here && slots->top == l);
   slots->address = slot != EP_NONE ? ep_own_address(c, b, slot) : (uint64_t)staged;
   slots->weight = 0;

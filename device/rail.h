@@ -157,25 +157,40 @@ template <class C>
 DEV uint64_t ep_rail_row(const C c, const epGroupArgs &g, uint64_t section, uint32_t owner, uint32_t o, uint32_t t) {
   return section + ((uint64_t)epRegionOf(owner, o) * g.maxTokens + t) * ep_rail_stride(c);
 }
+/* First row of `stage` that rank `writer` of my domain stores into at rank `owner` of it; with masks all it stores. Ranks by index. */
+template <class C>
+DEV uint64_t ep_near_rows(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer) {
+  return (uint64_t)epRegionOf(owner, writer) * (c.mask ? w.domains * g.stageRows : g.maxTokens);
+}
 /* The row of token t that rank `writer` of my domain stages at rank `owner` of it, and the flag of its chunk i. Ranks by
  * index. */
-DEV uint8_t *ep_near_row(const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t t) {
-  uint64_t row = (uint64_t)epRegionOf(owner, writer) * g.maxTokens + t;
+template <class C>
+DEV uint8_t *ep_near_row(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t t) {
+  uint64_t row = ep_near_rows(c, g, w, owner, writer) + t;
   return ep_window(g, w.domain * w.ups + owner) + g.window.stage + row * g.window.stageStride;
 }
 DEV uint32_t *ep_near_flag(const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t i) {
   return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + g.window.stageFlags) + (uint64_t)writer * g.window.chunks + i;
 }
 /* The partial sum in place `place` of token t of the rank of domain o that rank `owner` of my domain stands for, and its flag. */
-DEV uint64_t ep_sum_index(const epGroupArgs &g, const epPlace &w, uint32_t o, uint32_t place, uint32_t t) {
+template <class C>
+DEV uint64_t ep_sum_index(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o,
+                          uint32_t place, uint32_t t) {
+  if (c.mask)
+    return ep_near_rows(c, g, w, owner, writer) + (uint64_t)o * g.maxTokens + t;
   return ((uint64_t)o * epPlaces(w.ups, g.windowTopk) + place) * g.maxTokens + t;
 }
-DEV uint8_t *ep_sum_row(const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t o, uint32_t place, uint32_t t) {
-  return ep_window(g, w.domain * w.ups + owner) + g.window.stage + ep_sum_index(g, w, o, place, t) * g.window.stageStride;
+template <class C>
+DEV uint8_t *ep_sum_row(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o,
+                        uint32_t place, uint32_t t) {
+  return ep_window(g, w.domain * w.ups + owner) + g.window.stage +
+         ep_sum_index(c, g, w, owner, writer, o, place, t) * g.window.stageStride;
 }
-DEV uint32_t *ep_sum_flag(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t o,
-                          uint32_t place, uint32_t t) {
-  return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + h.layout.sumFlags) + ep_sum_index(g, w, o, place, t);
+template <class C>
+DEV uint32_t *ep_sum_flag(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t writer,
+                          uint32_t o, uint32_t place, uint32_t t) {
+  return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + h.layout.sumFlags) +
+         ep_sum_index(c, g, w, owner, writer, o, place, t);
 }
 /* How far rank `up` of my domain has got what its rail's rank in domain o sends by a channel; in the window of `owner`. */
 DEV uint64_t *ep_tail_word(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t up,

@@ -109,7 +109,7 @@ void epHybridLayouts(struct ncclEpGroup *g) {
     g->scratchLayout.bytes = end;
     return;
   }
-  epHybridLayoutOf(g->shape, ups, epChannels(&g->topology), epContexts(&g->topology),
+  epHybridLayoutOf(g->shape, ups, epChannels(&g->topology), epContexts(&g->topology), g->config.enable_mask,
                    &g->windowLayout, &g->hybrid.layout);
   epHybridScratchOf(&end, &g->hybrid.layout);
   g->scratchLayout.bytes = end;
@@ -224,7 +224,7 @@ void epHybridBufferSize(const epTopology *topology, const epShape *shape, ncclEp
   if (t->arch) links = epLinksFind(&t->pci, NULL, 0);
   if (!epEnvNumber(EP_ENV_NUM_QPS, 1, UINT32_MAX, &queuePairs)) queuePairs = 0;
   here.plan = epPlanOf(t, &links, shape, (uint32_t)queuePairs);
-  epHybridLayoutOf(*shape, (uint32_t)t->scaleUpRanks, epChannels(t), epContexts(t), &w, &h);
+  epHybridLayoutOf(*shape, (uint32_t)t->scaleUpRanks, epChannels(t), epContexts(t), 0, &w, &h);
   sizes->window_bytes = w.bytes;
   sizes->count_bytes = h.railTails - w.counts;
   sizes->flag_bytes = w.meta - h.railTails;

@@ -155,12 +155,16 @@ static void survive(epTestRank *me, epRun *run, plan *p) {
   epRunCombine(me, run);
   if (p->how == BY_HAND)
     expectQuick(me, from);
-  else
+  else if (p->phase == 0)
     expectOneTimeout(me, from);
   if (p->phase == 0) told(me, p);
-  from = clockOf(me);
+  if (p->phase == 0 || p->how == BY_HAND) from = clockOf(me);
   layer(me, run, p->masked);
   if (p->phase) told(me, p);
+  if (p->phase && p->how == STOPPED) { /* not all need anything of it before; those wait for the others now */
+    expectOneTimeout(me, from);
+    from = clockOf(me);
+  }
   epRunBackward(me, run);
   layer(me, run, p->masked);
   expectQuick(me, from);
@@ -252,7 +256,8 @@ static void stopRanks(uint32_t domains, uint32_t ups, how way, int single, unsig
 
 static void aRankThatStopsIsLeftOut(void **state) {
   (void)state;
-  stopRanks(2, 2, STOPPED, 0, 300);
+  stopRanks(2, 2, STOPPED, 1, 300);
+  stopRanks(3, 2, STOPPED, 0, 305);
   stopRanks(2, 4, STOPPED, 0, 310);
 }
 
@@ -262,13 +267,79 @@ static void aRankMaskedByHandIsLeftOut(void **state) {
   stopRanks(2, 4, BY_HAND, 1, 330);
 }
 
+/* It dies anywhere in a layer; who finds out, and where, depends on the schedule. */
+static void killedBody(epTestRank *me) {
+  plan *p = me->arg;
+  const epCase *c = p->whole->c;
+  epRun run = {.salt = (unsigned)me->world->seed};
+  epRough r = {0};
+  int flat = c->layout == NCCL_EP_LAYOUT_FLAT, mask[EP_TEST_MAX_RANKS], gone = me->rank == GONE;
+  for (int i = 0; i < me->ranks; i++) mask[i] = i != GONE;
+  epGroupMake(me, c);
+  if (!me->group) return;
+  layer(me, &run, p->whole);
+  epRoughMake(me, &r, p->whole);
+  if (gone) {
+    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, me->world->seed * 7919 % 40000));
+    epRoughQueue(me, &r, flat);
+  }
+  pthread_barrier_wait(&p->meet);
+  if (!gone) {
+    unsigned long long from = clockOf(me);
+    epRoughQueue(me, &r, flat);
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
+    epRoughCheck(me, &r, c, p->whole->tokens[me->rank]);
+    EXPECT_OK(me, ncclEpMaskUpdate(me->group, mask, NULL)); /* it may have died with its work done */
+    EXPECT_OK(me, ncclEpErrorClear(me->group));
+    from = clockOf(me);
+    layer(me, &run, p->masked);
+    layer(me, &run, p->masked);
+    expectQuick(me, from);
+    epExpectNoAsyncError(me);
+    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
+  }
+  pthread_barrier_wait(&p->meet);
+  if (gone) {
+    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  }
+  pthread_barrier_wait(&p->meet);
+  epRoughFree(me, &r);
+  epRunFree(me, &run);
+  if (gone) epGroupFree(me);
+  pthread_barrier_wait(&p->meet);
+  if (gone) return;
+  EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  epGroupFree(me);
+}
+
+static void aRankThatIsKilledIsLeftOut(void **state) {
+  (void)state;
+  assert_int_equal(setenv("EP_TEST_DOMAINS", "2", 1), 0);
+  unsigned schedules = 4;
+  for (size_t l = 0; l < 2; l++) {
+    epCase c = caseOf(8, layouts[l], 1);
+    rounds r;
+    roundsMake(&r, &c, 2);
+    for (unsigned s = 0; s < schedules; s++) {
+      plan p = {.whole = &r.whole, .holes = &r.holes, .masked = &r.masked};
+      epTestWorld world = {.ranks = 8, .sms = s % 3 == 1 ? 3 : 0, .seed = 700 + s, .arg = &p};
+      assert_int_equal(pthread_barrier_init(&p.meet, NULL, 8), 0);
+      epWorldRun(&world, killedBody);
+      pthread_barrier_destroy(&p.meet);
+    }
+    roundsFree(&r);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(aRankThatIsLostIsReported),
       cmocka_unit_test(aRankThatStopsIsLeftOut),
       cmocka_unit_test(aRankMaskedByHandIsLeftOut),
+      cmocka_unit_test(aRankThatIsKilledIsLeftOut),
   };
   if (setenv("EP_TEST_DOMAINS", "2", 1)) return 1;
-  if (getenv("EP_TEST_FILTER")) cmocka_set_test_filter(getenv("EP_TEST_FILTER"));
   return cmocka_run_group_tests_name("masks of domains", tests, NULL, NULL);
 }

@@ -29,7 +29,7 @@ static uint64_t windowBytes(const epModelShape *s, uint32_t maxTokens, uint32_t 
                    .maxRowBytes = rowBytes};
   epWindowLayout w = epWindowLayoutOf(shape);
   epHybridLayout h;
-  if (s->scaleOut > 1) epHybridLayoutOf(shape, s->scaleUp, l->channels, l->contexts, &w, &h);
+  if (s->scaleOut > 1) epHybridLayoutOf(shape, s->scaleUp, l->channels, l->contexts, 0, &w, &h);
   return w.bytes;
 }
 
