@@ -15,6 +15,15 @@
 
 #define EP_IN_FLIGHT 2u /* staged operations, where nobody says another number: one micro-batch beside another */
 
+ncclResult_t epInFlightOf(const char *call, const char *name, unsigned asked, uint32_t *count) {
+  uint64_t number;
+  if (asked > EP_MAX_IN_FLIGHT)
+    return epFail(ncclInvalidArgument, "%s: %s is %u: expected at most %u", call, name, asked, EP_MAX_IN_FLIGHT);
+  *count = asked ? asked : EP_IN_FLIGHT;
+  if (epEnvNumber(EP_ENV_MAX_IN_FLIGHT, 0, EP_MAX_IN_FLIGHT, &number)) *count = (uint32_t)number;
+  return ncclSuccess;
+}
+
 ncclResult_t epGroupFind(const char *call, ncclEpGroup_t group) {
   if (group && epObjectExists(group, EP_OBJECT_GROUP)) return ncclSuccess;
   return epFail(ncclInvalidArgument,
@@ -100,38 +109,36 @@ static ncclResult_t epGroupRelease(struct ncclEpGroup *g) {
 }
 
 /* Collective: ranks compare configurations, and how each fared so far. */
-static ncclResult_t epGroupAgree(struct ncclEpGroup *g, ncclResult_t status) {
+static ncclResult_t epGroupAgree(const char *call, struct ncclEpGroup *g, ncclResult_t status) {
   epGroupWire mine = epGroupWireOf(&g->config, &g->shape, g->maxInFlight, status),
               *all = calloc(g->shape.ranks, sizeof *all);
   ncclResult_t r;
-  if (!all) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+  if (!all) return epFail(ncclSystemError, "%s: out of host memory", call);
   r = g->be->ops->allGather(g->be, &mine, all, sizeof mine);
   if (r == ncclSuccess && status != ncclSuccess)
     r = status; /* its own line is already the better one */
   else if (r == ncclSuccess)
-    r = epGroupWireCompare(all, (int)g->shape.ranks);
+    r = epGroupWireCompare(call, all, (int)g->shape.ranks);
   free(all);
   return r;
 }
 
-static ncclResult_t epGroupWindow(struct ncclEpGroup *g) {
+static ncclResult_t epGroupWindow(const char *call, struct ncclEpGroup *g) {
   void **peers = g->windows = calloc(g->shape.ranks, sizeof *peers);
   ncclResult_t r;
-  if (!peers) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+  if (!peers) return epFail(ncclSystemError, "%s: out of host memory", call);
   r = g->be->ops->windowCreate(g->be, epMaskWindowBytes(g), &g->window, peers);
   for (uint32_t i = 0; r == ncclSuccess && i < g->shape.ranks; i++)
     if (!peers[i] && (int)i / g->topology.scaleUpRanks == g->topology.scaleOutRank)
-      r = epFail(ncclInternalError, "ncclEpCreateGroup: the window of rank %u is not reachable from rank %d", i,
+      r = epFail(ncclInternalError, "%s: the window of rank %u is not reachable from rank %d", call, i,
                  g->topology.rank);
   if (r == ncclSuccess) r = g->be->ops->copyToDevice(g->be, g->windowTable, peers, g->shape.ranks * sizeof *peers);
   if (r == ncclSuccess && epIsHybrid(g)) r = epHybridConnect(g, g->window, 0, &g->hybrid.gin);
-  return r == ncclSuccess && g->config.enable_mask ? epMaskWindows("ncclEpCreateGroup", g) : r;
+  return r == ncclSuccess && g->config.enable_mask ? epMaskWindows(call, g) : r;
 }
 
 /* Options beyond the configuration. */
-static ncclResult_t epGroupOptions(struct ncclEpGroup *g, const ncclEpGroupExtConfig_t *ext) {
-  static const char call[] = "ncclEpCreateGroup";
-  uint64_t number;
+static ncclResult_t epGroupOptions(const char *call, struct ncclEpGroup *g, const ncclEpGroupExtConfig_t *ext) {
   if (ext->single_reduction != 0 && ext->single_reduction != 1)
     return epFail(ncclInvalidArgument, "%s: ext_config.single_reduction is %d: expected 0 or 1", call,
                   ext->single_reduction);
@@ -143,12 +150,7 @@ static ncclResult_t epGroupOptions(struct ncclEpGroup *g, const ncclEpGroupExtCo
         call);
   if (ext->single_reduction) g->shape.stageRows = g->shape.maxTokens * g->shape.topk;
   g->be->trafficClass = ext->traffic_class;
-  if (ext->max_in_flight > EP_MAX_IN_FLIGHT)
-    return epFail(ncclInvalidArgument, "%s: ext_config.max_in_flight is %u: expected at most %u", call,
-                  ext->max_in_flight, EP_MAX_IN_FLIGHT);
-  g->maxInFlight = ext->max_in_flight ? ext->max_in_flight : EP_IN_FLIGHT;
-  if (epEnvNumber(EP_ENV_MAX_IN_FLIGHT, 0, EP_MAX_IN_FLIGHT, &number)) g->maxInFlight = (uint32_t)number;
-  return ncclSuccess;
+  return epInFlightOf(call, "ext_config.max_in_flight", ext->max_in_flight, &g->maxInFlight);
 }
 
 /* What the policy of SMs is summed from, where it is asked. */
@@ -158,13 +160,13 @@ static void epGroupLinks(struct ncclEpGroup *g) {
   t->linkGbs = EP_NVLINK_SHARE * epLinksFind(&t->pci, NULL, 0).nvlinkGbs;
 }
 
-ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config,
+ncclResult_t epGroupCreate(const char *call, ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config,
                            const ncclEpGroupExtConfig_t *ext) {
   struct ncclEpGroup *g;
   ncclResult_t r;
-  if (!out) return epFail(ncclInvalidArgument, "ncclEpCreateGroup: ep_group is NULL: expected room for a group");
+  if (!out) return epFail(ncclInvalidArgument, "%s: ep_group is NULL: expected room for a group", call);
   g = calloc(1, sizeof *g);
-  if (!g) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+  if (!g) return epFail(ncclSystemError, "%s: out of host memory", call);
   r = epBackendOpen(comm, &config->alloc, &g->be);
   if (r != ncclSuccess) {
     free(g);
@@ -172,9 +174,9 @@ ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGrou
   }
   pthread_mutex_init(&g->lock, NULL);
   r = g->be->ops->topology(g->be, &g->topology);
-  if (r == ncclSuccess) r = epGroupConfigCheck(config, &g->topology, &g->config, &g->shape);
-  if (r == ncclSuccess) r = epGroupOptions(g, ext);
-  if (r == ncclSuccess) r = epRefuseCapture("ncclEpCreateGroup", g, NULL, "a group cannot be made then");
+  if (r == ncclSuccess) r = epGroupConfigCheck(call, config, &g->topology, &g->config, &g->shape);
+  if (r == ncclSuccess) r = epGroupOptions(call, g, ext);
+  if (r == ncclSuccess) r = epRefuseCapture(call, g, NULL, "a group cannot be made then");
   if (r != ncclSuccess) goto release;
   g->windowLayout = epWindowLayoutOf(g->shape);
   if (epIsLl(g)) g->windowLayout.bytes = epLlWindowLayoutOf(g->shape).bytes;
@@ -182,20 +184,20 @@ ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGrou
   g->sms = epPolicySms(&g->topology, g->config.max_num_sms < NCCL_EP_SMS_FEW ? g->config.max_num_sms : 0);
   epGroupLinks(g);
   if (epIsHybrid(g)) {
-    r = epHybridPlan(g);
+    r = epHybridPlan(call, g);
     if (r != ncclSuccess) goto release;
     epHybridLayouts(g);
   }
-  if (epIsLl(g)) r = epLlWindowCheck("ncclEpCreateGroup", &g->shape, g->windowLayout.bytes);
+  if (epIsLl(g)) r = epLlWindowCheck(call, &g->shape, g->windowLayout.bytes);
   if (r != ncclSuccess) goto release;
   g->budget = g->config.max_recv_tokens_per_rank;
   r = epGroupAllocate(g);
-  if (r == ncclSuccess) r = epMaskOpen(g);
-  r = epGroupAgree(g, r);
-  if (r == ncclSuccess) r = epGroupWindow(g);
+  if (r == ncclSuccess) r = epMaskOpen(call, g);
+  r = epGroupAgree(call, g, r);
+  if (r == ncclSuccess) r = epGroupWindow(call, g);
   if (r != ncclSuccess) goto release;
   if (!epObjectAdd(g, EP_OBJECT_GROUP)) {
-    r = epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+    r = epFail(ncclSystemError, "%s: out of host memory", call);
     goto release;
   }
   epLog(EP_LOG_INFO,

@@ -4,10 +4,8 @@
 #include "runtime.h"
 #include "sizes.h"
 
-static const char call[] = "ncclEpCreateGroup";
-
 /* What belongs to later versions of this library: refused by name, never pretended. */
-static ncclResult_t epGroupConfigSupported(const ncclEpGroupConfig_t *c, const epTopology *topology) {
+static ncclResult_t epGroupConfigSupported(const char *call, const ncclEpGroupConfig_t *c, const epTopology *topology) {
   if (c->enable_mask && topology->scaleOutRanks > 1 && c->algorithm == NCCL_EP_ALGO_LOW_LATENCY)
     return epFail(ncclInvalidUsage,
                   "%s: enable_mask is not supported yet across scale-up domains in low latency: expected 0", call);
@@ -28,7 +26,7 @@ static ncclResult_t epGroupConfigSupported(const ncclEpGroupConfig_t *c, const e
   return ncclSuccess;
 }
 
-static ncclResult_t epGroupConfigValues(const ncclEpGroupConfig_t *c) {
+static ncclResult_t epGroupConfigValues(const char *call, const ncclEpGroupConfig_t *c) {
   if (c->version < 1)
     return epFail(ncclInvalidArgument, "%s: version is %u: expected NCCL_EP_API_VERSION, %d", call, c->version,
                   NCCL_EP_API_VERSION);
@@ -46,6 +44,9 @@ static ncclResult_t epGroupConfigValues(const ncclEpGroupConfig_t *c) {
   if (c->max_token_bytes == 0 || c->max_token_bytes % EP_ROW_ALIGN || c->max_token_bytes > EP_MAX_ROW_BYTES)
     return epFail(ncclInvalidArgument, "%s: max_token_bytes is %u: expected a multiple of %u, 16 to %u", call,
                   c->max_token_bytes, EP_ROW_ALIGN, EP_MAX_ROW_BYTES);
+  if (c->max_dispatch_tokens_per_rank < 1 || c->max_dispatch_tokens_per_rank > EP_MAX_ENTRIES)
+    return epFail(ncclInvalidArgument, "%s: max_dispatch_tokens_per_rank is %u: expected 1 to %u", call,
+                  c->max_dispatch_tokens_per_rank, EP_MAX_ENTRIES);
   if (c->max_recv_tokens_per_rank && c->max_recv_tokens_per_rank < c->max_dispatch_tokens_per_rank)
     return epFail(ncclInvalidArgument,
                   "%s: max_recv_tokens_per_rank is %u: expected at least max_dispatch_tokens_per_rank, %u, or "
@@ -54,13 +55,13 @@ static ncclResult_t epGroupConfigValues(const ncclEpGroupConfig_t *c) {
   return ncclSuccess;
 }
 
-ncclResult_t epGroupConfigCheck(const ncclEpGroupConfig_t *given, const epTopology *topology,
+ncclResult_t epGroupConfigCheck(const char *call, const ncclEpGroupConfig_t *given, const epTopology *topology,
                                 ncclEpGroupConfig_t *resolved, epShape *shape) {
   epSizeRequest request = {(uint32_t)topology->ranks,           given->num_experts,     given->num_topk,
                            given->max_dispatch_tokens_per_rank, given->max_token_bytes, 1};
   uint64_t number;
-  ncclResult_t r = epGroupConfigValues(given);
-  if (r == ncclSuccess) r = epGroupConfigSupported(given, topology);
+  ncclResult_t r = epGroupConfigValues(call, given);
+  if (r == ncclSuccess) r = epGroupConfigSupported(call, given, topology);
   if (r == ncclSuccess) r = epShapeOf(call, &request, shape);
   if (r != ncclSuccess) return r;
   if (topology->scaleOutRanks > 1 && !topology->gin)
@@ -104,7 +105,7 @@ epGroupWire epGroupWireOf(const ncclEpGroupConfig_t *c, const epShape *shape, ui
   return w;
 }
 
-ncclResult_t epGroupWireCompare(const epGroupWire *all, int ranks) {
+ncclResult_t epGroupWireCompare(const char *call, const epGroupWire *all, int ranks) {
   for (int r = 0; r < ranks; r++)
     if (all[r].field[0] != ncclSuccess)
       return epFail((ncclResult_t)all[r].field[0], "%s: rank %d could not get its memory for the group", call, r);

@@ -62,7 +62,7 @@ static epLinkPlan epPlanOf(const epTopology *t, const epLinks *links, const epSh
   return plan;
 }
 
-ncclResult_t epHybridPlan(struct ncclEpGroup *g) {
+ncclResult_t epHybridPlan(const char *call, struct ncclEpGroup *g) {
   struct {
     epLinks links;
     uint64_t queuePairs, putRows;
@@ -70,13 +70,13 @@ ncclResult_t epHybridPlan(struct ncclEpGroup *g) {
   epTopology *t = &g->topology;
   char from[160] = "not those of a GPU";
   ncclResult_t r;
-  if (!all) return epFail(ncclSystemError, "ncclEpCreateGroup: out of host memory");
+  if (!all) return epFail(ncclSystemError, "%s: out of host memory", call);
   if (t->arch && !epIsLl(g)) mine.links = epLinksFind(&t->pci, from, sizeof from);
   r = g->be->ops->allGather(g->be, &mine, all, sizeof mine);
   for (uint32_t i = 0; r == ncclSuccess && i < g->shape.ranks; i++) {
     if (all[i].queuePairs != all[0].queuePairs)
       r = epFail(ncclInvalidArgument,
-                 "ncclEpCreateGroup: num_qp_per_rank differs between ranks: %llu on rank 0, %llu on rank %u",
+                 "%s: num_qp_per_rank differs between ranks: %llu on rank 0, %llu on rank %u", call,
                  (unsigned long long)all[0].queuePairs, (unsigned long long)all[i].queuePairs, i);
     if (all[i].links.nvlinkGbs < mine.links.nvlinkGbs) mine.links.nvlinkGbs = all[i].links.nvlinkGbs;
     if (all[i].links.nicGbs < mine.links.nicGbs) mine.links.nicGbs = all[i].links.nicGbs;

@@ -6,7 +6,7 @@
 
 int epIsHybrid(const struct ncclEpGroup *group);
 /* Channels, contexts and, where the caller leaves it open, SMs from the links, as the slowest rank has them. Collective. */
-ncclResult_t epHybridPlan(struct ncclEpGroup *group);
+ncclResult_t epHybridPlan(const char *call, struct ncclEpGroup *group);
 /* Window and scratch layouts of the group instead of the plain ones. */
 void epHybridLayouts(struct ncclEpGroup *group);
 /* Signals of each context of a slot's network. */

@@ -65,11 +65,11 @@ static ncclResult_t epMaskFind(const char *call, ncclEpGroup_t g) {
   return r == ncclSuccess ? epGroupUsable(call, g) : r;
 }
 
-ncclResult_t epMaskOpen(struct ncclEpGroup *g) {
+ncclResult_t epMaskOpen(const char *call, struct ncclEpGroup *g) {
   epConfig config = epMaskConfig(g);
   epKernel *kernel;
   if (!g->config.enable_mask) return ncclSuccess;
-  return epKernelGet("ncclEpCreateGroup", g, EP_KERNEL_MASK, &config, NULL, &kernel);
+  return epKernelGet(call, g, EP_KERNEL_MASK, &config, NULL, &kernel);
 }
 
 ncclResult_t epMaskQuery(ncclEpGroup_t g, int *out, cudaStream_t stream) {

@@ -10,7 +10,7 @@ uint64_t epMaskScratchBytes(const struct ncclEpGroup *group);
 /* Tells kernels where the words of masks are, and makes the windows of staged operations: later a rank may be missing. Collective. */
 ncclResult_t epMaskWindows(const char *call, struct ncclEpGroup *group);
 /* Compiles what ncclEpMask* launch, so that they may be captured. Nothing without enable_mask. */
-ncclResult_t epMaskOpen(struct ncclEpGroup *group);
+ncclResult_t epMaskOpen(const char *call, struct ncclEpGroup *group);
 ncclResult_t epMaskQuery(ncclEpGroup_t group, int *out, cudaStream_t stream);
 ncclResult_t epMaskUpdate(ncclEpGroup_t group, const int *mask, cudaStream_t stream);
 ncclResult_t epMaskClean(ncclEpGroup_t group, cudaStream_t stream);

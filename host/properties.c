@@ -4,6 +4,7 @@
 #include "fail.h"
 #include "hybrid.h"
 #include "low_latency.h"
+#include "masks.h"
 #include "operation.h"
 #include "runtime.h"
 #include "sizes.h"
@@ -50,6 +51,9 @@ ncclResult_t epGroupProperties(ncclEpGroup_t g, ncclEpGroupProperties_t *p) {
   p->num_sms_combine_expert_major = (int)epBlocks(g, EP_KERNEL_COMBINE, EP_LAYOUT_KIND_EXPERT_MAJOR);
   p->max_in_flight = (int)g->maxInFlight;
   p->window_bytes = g->windowLayout.bytes;
+  p->all_window_bytes = epMaskWindowBytes(g);
+  for (unsigned i = 0; i < EP_MAX_IN_FLIGHT; i++)
+    if (g->slots[i].ready) p->all_window_bytes += g->windowLayout.bytes;
   p->scratch_bytes = g->scratchLayout.bytes;
   p->timeout_ns = g->config.timeout_ns;
   p->gin_contexts = g->hybrid.layout.contexts;
@@ -139,6 +143,18 @@ ncclResult_t epPrepare(ncclEpGroup_t g, const ncclEpPrepareConfig_t *c) {
   return r == ncclSuccess ? epSlotsOpen(call, g, c->in_flight, NULL) : r;
 }
 
+static ncclResult_t epAllWindows(uint32_t ranks, const ncclEpBufferSizeConfig_t *c, ncclEpBufferSize_t *sizes) {
+  static const char call[] = "ncclEpCalculateBufferSize";
+  uint32_t slots = 0;
+  ncclResult_t r = epInFlightOf(call, "in_flight", c->in_flight, &slots);
+  if (r == ncclSuccess && c->enable_mask != 0 && c->enable_mask != 1)
+    r = epFail(ncclInvalidArgument, "%s: enable_mask is %d: expected 0 or 1", call, c->enable_mask);
+  if (!c->enable_mask) slots = c->in_flight;
+  sizes->all_window_bytes = slots * sizes->window_bytes +
+                            (c->enable_mask ? epMaskWindowOf(sizes->window_bytes, ranks).bytes : sizes->window_bytes);
+  return r;
+}
+
 ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *config, ncclEpBufferSize_t *sizes) {
   static const ncclEpAllocConfig_t none;
   epBackend *be = NULL;
@@ -156,5 +172,5 @@ ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *confi
       epHybridBufferSize(&topology, &shape, sizes);
   }
   be->ops->destroy(be);
-  return r;
+  return r == ncclSuccess ? epAllWindows((uint32_t)topology.ranks, config, sizes) : r;
 }

@@ -136,7 +136,9 @@ struct ncclEpHandle {
 };
 
 /* ---- group.c */
-ncclResult_t epGroupCreate(ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config,
+/* Staged operations of a group that asks for `asked`. */
+ncclResult_t epInFlightOf(const char *call, const char *name, unsigned asked, uint32_t *count);
+ncclResult_t epGroupCreate(const char *call, ncclEpGroup_t *out, ncclComm_t comm, const ncclEpGroupConfig_t *config,
                            const ncclEpGroupExtConfig_t *ext);
 ncclResult_t epGroupDestroy(ncclEpGroup_t group);
 /* The group if it exists, else an error. */
@@ -146,7 +148,7 @@ uint32_t epLocals(const struct ncclEpGroup *group);
 
 /* ---- group_config.c: checks and defaults of a configuration, and the comparison between ranks; pure but for the
  * environment. */
-ncclResult_t epGroupConfigCheck(const ncclEpGroupConfig_t *given, const epTopology *topology,
+ncclResult_t epGroupConfigCheck(const char *call, const ncclEpGroupConfig_t *given, const epTopology *topology,
                                 ncclEpGroupConfig_t *resolved, epShape *shape);
 #define EP_WIRE_FIELDS 16
 typedef struct epGroupWire {
@@ -154,7 +156,7 @@ typedef struct epGroupWire {
 } epGroupWire;
 epGroupWire epGroupWireOf(const ncclEpGroupConfig_t *config, const epShape *shape, uint32_t maxInFlight,
                           ncclResult_t status);
-ncclResult_t epGroupWireCompare(const epGroupWire *all, int ranks);
+ncclResult_t epGroupWireCompare(const char *call, const epGroupWire *all, int ranks);
 
 /* ---- ahead.c */
 /* Kernels that are needed now or soon. */

@@ -61,6 +61,8 @@ typedef struct {
   int multiple_reductions;         /* 1 (default); 0: for a group of single_reduction (ncclEpCreateGroupExt) */
   ncclDataType_t combine_datatype; /* of expert outputs where that is wider than `datatype`; else leave it 0 */
   int low_latency;                 /* 1: of a group of NCCL_EP_ALGO_LOW_LATENCY; 0: of high throughput */
+  int enable_mask;                 /* of the group */
+  unsigned int in_flight; /* staged operations that all_window_bytes counts, at most 8; with enable_mask: max_in_flight of the group */
 } ncclEpBufferSizeConfig_t;
 #ifdef __cplusplus
 }
@@ -91,6 +93,7 @@ typedef struct {
    * peer, and the peers are the ranks of the same index in the other domains. A group counts by the slowest rank's links and
    * its num_qp_per_rank, ncclEpCalculateBufferSize by this rank's links and NCCL_EP_NUM_QPS. */
   unsigned int gin_contexts, gin_signals, queue_pairs;
+  size_t all_window_bytes; /* that window, with masks their words behind it, and one as large for each staged operation in flight */
 } ncclEpBufferSize_t;
 #define NCCL_EP_BUFFER_SIZE_INIT NCCL_EP_STRUCT_INIT(ncclEpBufferSize_t, NCCL_EP_MAGIC)
 
@@ -155,12 +158,13 @@ typedef struct {
   int num_experts, num_local_experts;  /* E in all, L = E / R here */
   int num_sms_update, num_sms_dispatch, num_sms_combine; /* chosen, after max_num_sms */
   int max_in_flight;                                     /* staged operations that may be open at once */
-  size_t window_bytes, scratch_bytes;                    /* of this rank's memory */
+  size_t window_bytes, scratch_bytes;                    /* as in ncclEpBufferSize_t */
   unsigned long long timeout_ns;                         /* of a wait in a kernel, after the environment */
   char backend[16];                                      /* "cuda" or "emu" */
   unsigned int gin_contexts, gin_signals, queue_pairs;   /* as in ncclEpBufferSize_t */
   int num_sms_dispatch_expert_major,
       num_sms_combine_expert_major; /* those above are the flat layout's; low latency: the same */
+  size_t all_window_bytes;          /* of all windows that the group has made so far: see ncclEpBufferSize_t */
 } ncclEpGroupProperties_t;
 #define NCCL_EP_GROUP_PROPERTIES_INIT NCCL_EP_STRUCT_INIT(ncclEpGroupProperties_t, NCCL_EP_MAGIC)
 /* ncclEpGetGroupProperties: what a group is and what was chosen for it. The SM counts are those of the largest batch

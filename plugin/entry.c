@@ -35,9 +35,10 @@ ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t *tensor) {
 
 ncclResult_t ncclEpCreateGroup(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config) {
   EP_CALL();
+  static const char call[] = "ncclEpCreateGroup";
   ncclEpGroupConfig_t c;
-  ncclResult_t r = TAKE("ncclEpCreateGroup", NCCL_EP_GROUP_CONFIG, ncclEpGroupConfig_t, 4, config, &c);
-  return r == ncclSuccess ? epGroupCreate(ep_group, comm, &c, &(ncclEpGroupExtConfig_t){0}) : r;
+  ncclResult_t r = TAKE(call, NCCL_EP_GROUP_CONFIG, ncclEpGroupConfig_t, 4, config, &c);
+  return r == ncclSuccess ? epGroupCreate(call, ep_group, comm, &c, &(ncclEpGroupExtConfig_t){0}) : r;
 }
 
 ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t ep_group) {

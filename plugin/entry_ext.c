@@ -30,8 +30,11 @@ ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeCo
   static const char call[] = "ncclEpCalculateBufferSize";
   ncclEpBufferSizeConfig_t c;
   ncclEpBufferSize_t out;
-  ncclResult_t r = TAKE(call, ncclEpBufferSizeConfig_t, config, &c);
-  if (r == ncclSuccess) r = TAKE(call, ncclEpBufferSize_t, sizes, &out);
+  ncclResult_t r = epTakeStruct(call, "config", config, NCCL_EP_FIELD_END(ncclEpBufferSizeConfig_t, combine_datatype), 4, &c,
+                                (unsigned)sizeof c); /* low_latency came later, then enable_mask and in_flight */
+  if (r == ncclSuccess)
+    r = epTakeStruct(call, "sizes", sizes, NCCL_EP_FIELD_END(ncclEpBufferSize_t, queue_pairs), 4, &out,
+                     (unsigned)sizeof out); /* all_window_bytes came later */
   if (r == ncclSuccess) r = epBufferSize(comm, &c, &out);
   if (r == ncclSuccess) epGiveStruct(&out, sizeof out, sizes);
   return r;
@@ -39,15 +42,15 @@ ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeCo
 
 ncclResult_t ncclEpCreateGroupExt(ncclEpGroup_t *ep_group, ncclComm_t comm, const ncclEpGroupConfig_t *config,
                                   const ncclEpGroupExtConfig_t *ext_config) {
-  EP_CALL_AS("ncclEpCreateGroup"); /* as all that it refuses does, too */
-  static const char call[] = "ncclEpCreateGroup";
+  EP_CALL();
+  static const char call[] = "ncclEpCreateGroupExt";
   ncclEpGroupConfig_t c;
   ncclEpGroupExtConfig_t ext;
   ncclResult_t r = epTakeStruct(call, "config", config, NCCL_EP_GROUP_CONFIG_V1_SIZE, 4, &c, (unsigned)sizeof c);
   if (r == ncclSuccess)
     r = epTakeOptional(call, "ext_config", ext_config, NCCL_EP_FIELD_END(ncclEpGroupExtConfig_t, single_reduction), 4,
                        &ext, (unsigned)sizeof ext); /* traffic_class came later, then max_in_flight */
-  return r == ncclSuccess ? epGroupCreate(ep_group, comm, &c, &ext) : r;
+  return r == ncclSuccess ? epGroupCreate(call, ep_group, comm, &c, &ext) : r;
 }
 
 ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties_t *properties) {
@@ -55,7 +58,7 @@ ncclResult_t ncclEpGetGroupProperties(ncclEpGroup_t group, ncclEpGroupProperties
   ncclEpGroupProperties_t out;
   ncclResult_t r = epTakeStruct("ncclEpGetGroupProperties", "properties", properties,
                                 NCCL_EP_FIELD_END(ncclEpGroupProperties_t, queue_pairs), 4, &out,
-                                (unsigned)sizeof out); /* those of expert-major came later */
+                                (unsigned)sizeof out); /* those of expert-major came later, then all_window_bytes */
   if (r == ncclSuccess) r = epGroupProperties(group, &out);
   if (r == ncclSuccess) epGiveStruct(&out, sizeof out, properties);
   return r;

@@ -426,19 +426,20 @@ static void configurationsAreChecked(void **state) {
   epTopology t = {.ranks = 4, .scaleUpRanks = 4, .scaleOutRanks = 1, .numSms = 8};
   ncclEpGroupConfig_t c = groupConfig(), out;
   epShape shape;
-  assert_int_equal(epGroupConfigCheck(&c, &t, &out, &shape), ncclSuccess);
+  assert_int_equal(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), ncclSuccess);
   assert_int_equal(out.timeout_ns, EP_TIMEOUT_NS);
   assert_int_equal(shape.topk, 8);
 #define REFUSED(field, value, code, word)                              \
   do {                                                                 \
     c = groupConfig();                                                 \
     c.field = value;                                                   \
-    expectError(epGroupConfigCheck(&c, &t, &out, &shape), code, word); \
+    expectError(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), code, word); \
   } while (0)
   REFUSED(algorithm, (ncclEpAlgorithm_t)7, ncclInvalidArgument, "algorithm is 7");
   REFUSED(version, 0, ncclInvalidArgument, "version is 0");
   REFUSED(num_experts, 63, ncclInvalidArgument, "num_experts is 63");
   REFUSED(max_dispatch_tokens_per_rank, 0, ncclInvalidArgument, "max_dispatch_tokens_per_rank is 0");
+  REFUSED(max_dispatch_tokens_per_rank, UINT32_MAX, ncclInvalidArgument, "max_dispatch_tokens_per_rank is 4294967295");
   REFUSED(max_token_bytes, 0, ncclInvalidArgument, "max_token_bytes is 0");
   REFUSED(max_token_bytes, 24, ncclInvalidArgument, "max_token_bytes is 24");
   REFUSED(max_token_bytes, 65552, ncclInvalidArgument, "65536");
@@ -450,20 +451,20 @@ static void configurationsAreChecked(void **state) {
 #undef REFUSED
   c = groupConfig();
   c.enable_mask = 1;
-  assert_int_equal(epGroupConfigCheck(&c, &t, &out, &shape), ncclSuccess);
+  assert_int_equal(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), ncclSuccess);
   c.zero_copy = NCCL_EP_ZERO_COPY_ON;
-  expectError(epGroupConfigCheck(&c, &t, &out, &shape), ncclInvalidUsage, "enable_mask");
+  expectError(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), ncclInvalidUsage, "enable_mask");
   c = groupConfig();
   c.zero_copy = NCCL_EP_ZERO_COPY_ON;
-  assert_int_equal(epGroupConfigCheck(&c, &t, &out, &shape), ncclSuccess);
+  assert_int_equal(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), ncclSuccess);
   t.ranks = t.scaleUpRanks = 64;
-  expectError(epGroupConfigCheck(&c, &t, &out, &shape), ncclInvalidUsage, "more than 32 ranks");
+  expectError(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), ncclInvalidUsage, "more than 32 ranks");
   t.ranks = t.scaleUpRanks = 4;
   c = groupConfig();
   t.scaleOutRanks = 2, t.scaleUpRanks = 2;
-  expectError(epGroupConfigCheck(&c, &t, &out, &shape), ncclInvalidUsage, "scale-up domains");
+  expectError(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), ncclInvalidUsage, "scale-up domains");
   t.gin = 1, c.zero_copy = NCCL_EP_ZERO_COPY_ON;
-  expectError(epGroupConfigCheck(&c, &t, &out, &shape), ncclInvalidUsage, "zero_copy");
+  expectError(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), ncclInvalidUsage, "zero_copy");
 }
 
 static void timeoutComesFromTheEnvironment(void **state) {
@@ -473,10 +474,10 @@ static void timeoutComesFromTheEnvironment(void **state) {
   epShape shape;
   c.timeout_ns = 5;
   setenv("NCCL_EP_TIMEOUT_MS", "250", 1);
-  assert_int_equal(epGroupConfigCheck(&c, &t, &out, &shape), ncclSuccess);
+  assert_int_equal(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), ncclSuccess);
   unsetenv("NCCL_EP_TIMEOUT_MS");
   assert_int_equal(out.timeout_ns, 250000000);
-  assert_int_equal(epGroupConfigCheck(&c, &t, &out, &shape), ncclSuccess);
+  assert_int_equal(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), ncclSuccess);
   assert_int_equal(out.timeout_ns, 5);
 }
 
@@ -486,15 +487,15 @@ static void differencesAreNamed(void **state) {
   ncclEpGroupConfig_t c = groupConfig(), out;
   epShape shape;
   epGroupWire all[4];
-  assert_int_equal(epGroupConfigCheck(&c, &t, &out, &shape), ncclSuccess);
+  assert_int_equal(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), ncclSuccess);
   for (int i = 0; i < 4; i++) all[i] = epGroupWireOf(&out, &shape, 2, ncclSuccess);
-  assert_int_equal(epGroupWireCompare(all, 4), ncclSuccess);
+  assert_int_equal(epGroupWireCompare("ncclEpCreateGroup", all, 4), ncclSuccess);
   out.max_token_bytes = 2048;
   all[2] = epGroupWireOf(&out, &shape, 2, ncclSuccess);
-  expectError(epGroupWireCompare(all, 4), ncclInvalidArgument,
+  expectError(epGroupWireCompare("ncclEpCreateGroup", all, 4), ncclInvalidArgument,
               "max_token_bytes differs between ranks: 1024 on rank 0, 2048 on rank 2");
   all[3] = epGroupWireOf(&out, &shape, 2, ncclSystemError);
-  expectError(epGroupWireCompare(all, 4), ncclSystemError, "rank 3");
+  expectError(epGroupWireCompare("ncclEpCreateGroup", all, 4), ncclSystemError, "rank 3");
 }
 
 /* ---- Public calls without anything behind them

@@ -65,6 +65,40 @@ static void propertiesBody(epTestRank *me) {
   epGroupFree(me);
 }
 
+/* With masks the windows of staged operations are made with the group; else when they are needed. */
+static void windowsBody(epTestRank *me) {
+  ncclEpGroupProperties_t p = NCCL_EP_GROUP_PROPERTIES_INIT;
+  ncclEpBufferSizeConfig_t sizing = NCCL_EP_BUFFER_SIZE_CONFIG_INIT;
+  ncclEpBufferSize_t sizes = NCCL_EP_BUFFER_SIZE_INIT;
+  epCase c = base;
+  sizing.num_experts = c.experts, sizing.max_tokens = c.maxTokens, sizing.hidden = c.hidden;
+  sizing.top_k = c.topk, sizing.datatype = c.type;
+  sizing.in_flight = 9;
+  EXPECT_ERROR(me, ncclEpCalculateBufferSize(me->comm, &sizing, &sizes), ncclInvalidArgument, "in_flight is 9|at most 8");
+  for (c.masks = 0; c.masks < 2; c.masks++) {
+    epGroupMake(me, &c);
+    if (!me->group) return;
+    EXPECT_OK(me, ncclEpGetGroupProperties(me->group, &p));
+    sizing.enable_mask = c.masks, sizing.in_flight = 0;
+    EXPECT_OK(me, ncclEpCalculateBufferSize(me->comm, &sizing, &sizes));
+    EXPECT(me, sizes.all_window_bytes == p.all_window_bytes, "masks %d: %zu and %zu bytes of windows", c.masks,
+           sizes.all_window_bytes, p.all_window_bytes);
+    EXPECT(me, c.masks ? p.all_window_bytes > 3 * p.window_bytes : p.all_window_bytes == p.window_bytes,
+           "masks %d: %zu bytes of windows, one of them %zu", c.masks, p.all_window_bytes, p.window_bytes);
+    epGroupFree(me);
+  }
+  sizing.enable_mask = 0, sizing.in_flight = 2;
+  EXPECT_OK(me, ncclEpCalculateBufferSize(me->comm, &sizing, &sizes));
+  EXPECT(me, sizes.all_window_bytes == 3 * sizes.window_bytes, "%zu bytes of windows for 3 of %zu", sizes.all_window_bytes,
+         sizes.window_bytes);
+}
+
+static void windowsAreCounted(void **state) {
+  (void)state;
+  epTestWorld world = {.ranks = 4, .seed = 1};
+  epWorldRun(&world, windowsBody);
+}
+
 static void propertiesTellWhatIsAsked(void **state) {
   (void)state;
   epTestWorld world = {.ranks = 4, .seed = 1};
@@ -413,7 +447,7 @@ int main(void) {
       cmocka_unit_test(propertiesTellWhatIsAsked),       cmocka_unit_test(queuePairsAreTheCallers),
       cmocka_unit_test(theModelCountsWhatKernelsPut),    cmocka_unit_test(sumsStartFromBiases),
       cmocka_unit_test(recordsOfOtherDomainsAreRefused), cmocka_unit_test(aRankThatStaysAwayIsReported),
-      cmocka_unit_test(callsChooseQueuePairs),
+      cmocka_unit_test(callsChooseQueuePairs),           cmocka_unit_test(windowsAreCounted),
   };
   if (setenv("EP_TEST_DOMAINS", "2", 1)) return 1;
   return cmocka_run_group_tests(tests, NULL, NULL);

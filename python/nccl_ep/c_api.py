@@ -67,10 +67,10 @@ CombineConfig = struct('ncclEpCombineConfig_t', ('send_only', _u), ('pass_direct
 BufferSizeConfig = struct(
     'ncclEpBufferSizeConfig_t', ('num_experts', _u), ('max_tokens', _u), ('hidden', _u), ('top_k', _u),
     ('datatype', _i), ('scale_bytes', _u), ('allow_hybrid', _i), ('multiple_reductions', _i),
-    ('combine_datatype', _i), ('low_latency', _i))
+    ('combine_datatype', _i), ('low_latency', _i), ('enable_mask', _i), ('in_flight', _u))
 BufferSize = struct('ncclEpBufferSize_t', ('window_bytes', _z), ('count_bytes', _z), ('metadata_bytes', _z),
                     ('flag_bytes', _z), ('staging_bytes', _z), ('handle_bytes', _z), ('scratch_bytes', _z),
-                    ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u))
+                    ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u), ('all_window_bytes', _z))
 GroupExtConfig = struct('ncclEpGroupExtConfig_t', ('single_reduction', _i), ('traffic_class', _u), ('max_in_flight', _u))
 GroupProperties = struct(
     'ncclEpGroupProperties_t', ('ranks', _i), ('rank', _i), ('scale_up_ranks', _i), ('scale_up_rank', _i),
@@ -78,7 +78,7 @@ GroupProperties = struct(
     ('num_sms_update', _i), ('num_sms_dispatch', _i), ('num_sms_combine', _i), ('max_in_flight', _i),
     ('window_bytes', _z), ('scratch_bytes', _z), ('timeout_ns', c.c_ulonglong), ('backend', c.c_char * 16),
     ('gin_contexts', _u), ('gin_signals', _u), ('queue_pairs', _u), ('num_sms_dispatch_expert_major', _i),
-    ('num_sms_combine_expert_major', _i))
+    ('num_sms_combine_expert_major', _i), ('all_window_bytes', _z))
 _events = (('start_event', _p), ('epilogue_event', _p), ('done_event', _p), ('communication_stream', _i))
 DispatchExtConfig = struct('ncclEpDispatchExtConfig_t', ('scale_layout', _i), ('no_zero_pad', _i),
                            ('scale_column_stride', _z), ('num_sms', _u), *_events, ('num_qps', _u))
