@@ -142,9 +142,11 @@ static ncclResult_t windowDestroy(epBackend *be, epWindow *window) {
   for (size_t i = 0; i < v.size(); i++)
     if (reinterpret_cast<epWindow *>(v[i].get()) == window) {
       u8 *base = v[i]->base[size_t(c.b->rank)], *signals = v[i]->signals;
+      GinPort *gin = v[i]->gin;
       v.erase(v.begin() + long(i));
       ncclResult_t rc = freeRegion(c.lock, c.fabric(), c.b->rank, base, false, "windowDestroy");
       ncclResult_t other = freeRegion(c.lock, c.fabric(), c.b->rank, signals, false, "windowDestroy");
+      if (gin) c.fabric().engine.closeGin(gin);
       return rc != ncclSuccess ? rc : other;
     }
   return fail(ncclInvalidArgument, "windowDestroy: not a window of this group");
@@ -310,7 +312,8 @@ static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts
     port.windowBytes.push_back(w->bytes[r]);
     port.signal.push_back(all[r]);
   }
-  out->comm = reinterpret_cast<uintptr_t>(f.engine.openGin(port));
+  w->gin = f.engine.openGin(port);
+  out->comm = reinterpret_cast<uintptr_t>(w->gin);
   out->window = 0;
   return ncclSuccess;
 }

@@ -214,7 +214,9 @@ public:
   u32 allocIdentity(int rank, u32 index, u32 threads, const std::string &name, const KnownRef &known, bool stream);
   void freeIdentity(u32 id, u32 lastEpoch);
   void copyInStream(Stream *s, u8 *dst, const u8 *src, size_t bytes, int value, bool fill);
-  GinPort *openGin(const GinPort &port); // the engine keeps it until its own end
+  GinPort *openGin(const GinPort &port);
+  void closeGin(GinPort *port);
+  size_t countGin() const { return ginPorts.size(); }
   void freeze(int rank, u64 after); // its threads run no more, once that many scheduling decisions were made
   void thaw(int rank);
 

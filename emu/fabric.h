@@ -41,6 +41,7 @@ struct Window {
   std::vector<size_t> bytes;
   bool owned; // the memory came with it
   u8 *signals = nullptr; // of its network, this rank's
+  GinPort *gin = nullptr;
 };
 
 struct Rank {

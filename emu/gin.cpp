@@ -26,7 +26,17 @@ static KnownRef knowledge(const GinPort *port, u32 slot, u32 epoch) {
   return knownWith(KnownRef(), port->identity, v);
 }
 
+// A port whose window is gone stays until what it has sent has arrived: that is what reports where it arrives.
+void Engine::closeGin(GinPort *port) {
+  if (port) port->closed = true;
+  auto over = [](const std::unique_ptr<GinPort> &p) {
+    return p->closed && std::none_of(p->queues.begin(), p->queues.end(), [](const GinQueue &q) { return q.used; });
+  };
+  ginPorts.erase(std::remove_if(ginPorts.begin(), ginPorts.end(), over), ginPorts.end());
+}
+
 GinPort *Engine::openGin(const GinPort &port) {
+  closeGin(nullptr); // those that were still busy
   ginPorts.emplace_back(new GinPort(port));
   GinPort *p = ginPorts.back().get();
   p->identity = allocIdentity(p->rank, 0, 0, "GIN", KnownRef(), false);

@@ -43,6 +43,7 @@ struct GinPort {
   std::vector<u8 *> window, signal;          // by domain: of the rank of this one's index there
   std::vector<size_t> windowBytes;
   u32 identity = 0;
+  bool closed = false;
   std::vector<GinQueue> queues; // [context][domain]
   std::vector<Fiber *> flushing;
 };

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "fabric.h"
+#include "gin.h"
 #include "selftest_kernels.h"
 
 #include <setjmp.h>
@@ -329,6 +330,18 @@ static void testFreed(void **) {
   assert_true(lab.reported("[memory freed while used]"));
 }
 
+// A network goes with its window, once nothing that it sent is on its way.
+static void testNetworkCloses(void **) {
+  Lab lab(1, 2);
+  assert_int_equal(lab.engine.countGin(), 2);
+  lab.gin[0]->queues[1].used = 1;
+  for (GinPort *port : lab.gin) lab.engine.closeGin(port);
+  assert_int_equal(lab.engine.countGin(), 1);
+  lab.gin[0]->queues[1].used = 0;
+  lab.engine.closeGin(nullptr);
+  assert_int_equal(lab.engine.countGin(), 0);
+}
+
 static void testNoWeakMemory(void **) {
   for (u32 seed = 1; seed <= seeds(); seed++) {
     Lab lab(seed, 2, 8, false);
@@ -485,7 +498,7 @@ int main() {
       cmocka_unit_test(testGrid),    cmocka_unit_test(testNetwork), cmocka_unit_test(testExecution),
       cmocka_unit_test(testStreams), cmocka_unit_test(testFreed),   cmocka_unit_test(testNoWeakMemory),
       cmocka_unit_test(testSparse),  cmocka_unit_test(testThreads), cmocka_unit_test(testMissingRank),
-      cmocka_unit_test(testNumbers),
+      cmocka_unit_test(testNumbers), cmocka_unit_test(testNetworkCloses),
   };
   return cmocka_run_group_tests_name("emu_prims", tests, nullptr, nullptr);
 }
