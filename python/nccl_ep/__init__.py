@@ -2,12 +2,13 @@
 
 PyTorch is needed for GPUs, NumPy for the emulated fabric (nccl_ep.emu); importing this needs neither."""
 from . import c_api
-from .buffer import ElasticBuffer, EPBuffer
+from .buffer import ElasticBuffer, EPBuffer, get_logical_domain_size, get_physical_domain_size
 from .events import EventHandle, EventOverlap
 from .handle import EPHandle
 from .library import EpError, version
 
-__all__ = ['ElasticBuffer', 'EPBuffer', 'EPHandle', 'EventHandle', 'EventOverlap', 'EpError', 'version']
+__all__ = ['ElasticBuffer', 'EPBuffer', 'EPHandle', 'EventHandle', 'EventOverlap', 'EpError', 'version', 'get_logical_domain_size',
+           'get_physical_domain_size']
 __version__ = '%d.%d.%d' % c_api.RELEASE
 
 

@@ -61,6 +61,23 @@ def buffer_size_of(comm, ranks, max_tokens, hidden, topk, use_fp8, hybrid, multi
     return align(size, BUFFER_ALIGNMENT)
 
 
+def get_physical_domain_size(group):
+    """(RDMA ranks, NVLink ranks) of a group, before there is a buffer."""
+    checks.group(group)
+    domains = core.domains(_comm(group), group.size())
+    return domains, group.size() // domains
+
+
+def get_logical_domain_size(group, allow_hybrid_mode=True):
+    """(scale-out ranks, scale-up ranks) of a group, before there is a buffer."""
+    checks.flag(allow_hybrid_mode=allow_hybrid_mode)
+    sizes = get_physical_domain_size(group)
+    if sizes[0] > 1 and not allow_hybrid_mode:
+        raise _missing('allow_hybrid_mode=False across %d scale-up domains' % sizes[0],
+                       'rows that cross the network once for each rank')
+    return sizes
+
+
 class ElasticBuffer(core.Unique):
     """Expert-parallel dispatch and combine among the ranks of a group (a torch.distributed process group, or an emulated
     `emu.Rank`). One thread at a time, the same calls in the same order on all ranks.
@@ -598,6 +615,7 @@ class ElasticBuffer(core.Unique):
     def _elsewhere(*_, **__):
         raise _missing('Engram, pipeline send/recv and all-gather sessions', 'anything but dispatch and combine')
 
+    get_pp_buffer_size_hint = get_agrs_num_max_session_bytes = get_agrs_buffer_size_hint = _elsewhere
     get_engram_storage_size_hint = engram_write = engram_fetch = pp_set_config = pp_send = pp_recv = _elsewhere
     create_agrs_session = destroy_agrs_session = agrs_new_session = agrs_set_config = _elsewhere
     agrs_get_inplace_tensor = all_gather = _elsewhere

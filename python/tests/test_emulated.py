@@ -5,7 +5,7 @@ import unittest
 import numpy as np
 
 import reference
-from nccl_ep import ElasticBuffer, EpError, emu
+from nccl_ep import ElasticBuffer, EpError, emu, get_logical_domain_size, get_physical_domain_size
 
 HIDDEN, EXPERTS, TOPK, ROOM = 64, 8, 3, 8
 
@@ -400,6 +400,8 @@ class Sizes(Case):
         def body(rank):
             buffer = buffer_of(rank, num_experts=EXPERTS)
             self.assertEqual(buffer.get_logical_domain_size(), (1, 2))
+            self.assertEqual(get_physical_domain_size(rank), (1, 2))
+            self.assertEqual(get_logical_domain_size(rank, allow_hybrid_mode=False), (1, 2))
             self.assertEqual((buffer.scaleout_rank_idx, buffer.scaleup_rank_idx), (0, rank.rank()))
             self.assertEqual(buffer.get_theoretical_num_sms(EXPERTS, TOPK), 4)
             self.assertLessEqual(buffer.get_theoretical_num_qps(4), buffer.num_allocated_qps)

@@ -100,6 +100,8 @@ class LeftBehind(unittest.TestCase):
                 buffer.get_theoretical_num_qps(-1)
             with self.assertRaisesRegex(NotImplementedError, 'Engram'):
                 buffer.get_engram_storage_size_hint(1)
+            with self.assertRaisesRegex(NotImplementedError, 'pipeline'):
+                type(buffer).get_pp_buffer_size_hint(1, 1)
             buffer.destroy()
         meet = threading.Barrier(2)
         self.others = [None, None]
