@@ -39,7 +39,7 @@ static void createGroup(fuzzRank *me, unsigned slot) {
   ncclEpGroup_t group = NULL;
   const unsigned shape = fuzzByte(in), how = fuzzByte(in);
   fuzzGroupEnd(me, slot);
-  c.algorithm = me->plain && how % 3 == 0 ? NCCL_EP_ALGO_LOW_LATENCY : NCCL_EP_ALGO_HIGH_THROUGHPUT;
+  c.algorithm = how % 3 == 0 ? NCCL_EP_ALGO_LOW_LATENCY : NCCL_EP_ALGO_HIGH_THROUGHPUT;
   c.num_experts = (unsigned)me->ranks * (1 + shape % 4);
   c.max_dispatch_tokens_per_rank = 1 + shape / 4 % 8;
   c.num_topk = 1 + shape / 32 % 4;
