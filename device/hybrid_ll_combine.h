@@ -77,15 +77,18 @@ DEV bool ep_ll_forward_chunk(const C c, const epHybridLlCombineArgs &b, const ep
   const int32_t *forward = (const int32_t *)(a.record + ep_ll_rail_record(c, a.group, a.recordLayout).forward);
   bool ok = true;
   n = t0 + n < tokens ? n : tokens - t0;
+  auto decided = [&](uint32_t x) { /* the lane's */
+    return l < c.topk ? p::ldg<int32_t>(forward + ((uint64_t)o * a.group.maxTokens + t0 + x) * c.topk + l) : -1;
+  };
 #pragma unroll 1
-  for (uint32_t x = 0; x < n; x++) {
-    epLlToken token = {l < c.topk ? p::ldg<int32_t>(forward + ((uint64_t)o * a.group.maxTokens + t0 + x) * c.topk + l) : -1, 0};
-    if (!p::ballot(p::FULL, token.expert >= 0))
-      continue;
-    some |= 1u << x;
+  for (uint32_t x = 0; x < n; x++)
+    some |= (uint32_t)(p::ballot(p::FULL, decided(x) >= 0) != 0) << x;
 #pragma unroll 1
-    for (uint32_t s = p::warp(); s < strips && ok; s += c.threads / 32)
-      ok = ep_ll_reduce<1>(net, c, a, op, t0 + x, s, token);
+  for (uint32_t item = p::warp(); item < n * strips && ok; item += c.threads / 32) {
+    uint32_t x = item / strips;
+    epLlToken token = {decided(x), 0};
+    if (some >> x & 1)
+      ok = ep_ll_reduce<1>(net, c, a, op, t0 + x, item % strips, token);
   }
   if (!ep_block_agrees(ok))
     return false;
@@ -103,7 +106,6 @@ template <class C> DEV void ep_ll_forward(const C c, const epHybridLlCombineArgs
   bool ok = true;
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
-  p::grid_launch();
   if (op.lost)
     return ep_ll_end(c, a.group, op, a.blocks);
 #pragma unroll 1

@@ -168,7 +168,6 @@ template <class C> DEV void ep_ll_forward(const C c, const epHybridLlDispatchArg
   uint32_t strips = epLlStrips(ep_ll_travels(c));
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
-  p::grid_launch();
   auto forward = [&](uint32_t o, uint32_t k, uint32_t step) {
     if (!ep_ll_wait_message(a.group, b.hybrid, w, o, op.gen, EP_PHASE_UPDATE_COUNTS))
       return false;

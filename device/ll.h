@@ -89,6 +89,13 @@ template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epG
   return op;
 }
 
+/* The next kernel's blocks may take their places; across scale-up domains not before this one's end, as the network may need places, too:
+ * where a thread of the host serves it, small copies between GPUs can be kernels of the driver's. */
+template <class C> DEV void ep_ll_launch(const C c) {
+  if (!c.scaleUp)
+    p::grid_launch();
+}
+
 /* Whole block, once: all threads are ok. */
 DEV bool ep_ll_agrees(bool ok) {
   if (!ok)
@@ -177,7 +184,7 @@ template <class C> DEV void ep_ll_greeted_far(const epLlOneDomain &, const C, co
 template <class C, class A, class N> DEV void ep_ll_greeter(const C c, const A &a, const N &net) {
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
-  p::grid_launch();
+  ep_ll_launch(c);
   if (!op.lost && p::warp() == 0) {
     ep_ll_greet(c, a.group, a.window, op);
     ep_ll_greet_far(net, c, a.group);

@@ -102,7 +102,7 @@ template <class C, class N> DEV void ep_ll_send_weights(const C c, const epLlCom
   };
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ask(p::tid()); }, []() {});
-  p::grid_launch();
+  ep_ll_launch(c);
   if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(c, a.group, op, a.blocks);
 #pragma unroll 1
@@ -236,7 +236,7 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, ui
         for (uint32_t r = t + c.threads; r < c.ranks; r += c.threads)
           p::sts<uint32_t>(ep_ll_table(c, r), p::ldg_any<uint32_t>(recvCount + r));
       });
-  p::grid_launch();
+  ep_ll_launch(c);
   if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(c, a.group, op, a.blocks);
   if (t < c.ranks)
@@ -389,7 +389,7 @@ template <class C, class N> DEV void ep_ll_reduce_all(const C c, const epLlCombi
           x = ep_ll_token_ask(c, a, index / strips);
       },
       []() {});
-  p::grid_launch();
+  ep_ll_launch(c);
   if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(c, a.group, op, a.blocks);
   if (c.part == EP_PART_WHOLE && index == warps - 1) {

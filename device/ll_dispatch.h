@@ -263,7 +263,7 @@ template <class C, class N>
 DEV void ep_ll_clerk_receives(const C c, const epLlDispatchArgs &a, const N &net, epRecordHeader *header) {
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
-  p::grid_launch();
+  ep_ll_launch(c);
   if (!op.lost && ep_ll_counts_from_far(net, c, a, op) && (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op))) {
     ep_ll_tell_counts(c, a);
     if (p::tid() == 0)
@@ -280,7 +280,7 @@ template <class C, class N> DEV void ep_ll_clerk(const C c, const epLlDispatchAr
   uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ep_ll_ask_ahead(c, a.decisions, 0, T, ahead); }, [&]() { ep_ll_zero_sums(c, true); });
-  p::grid_launch();
+  ep_ll_launch(c);
   if (op.lost)
     return ep_ll_end(c, a.group, op, a.blocks);
   auto use = [&](uint32_t t, epLlRaw raw) {
@@ -515,7 +515,7 @@ template <class C, class N> DEV void ep_ll_push(const C c, const epLlDispatchArg
   };
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ask(first); }, [&]() { ep_ll_zero_sums(c, major); });
-  p::grid_launch();
+  ep_ll_launch(c);
   if (op.lost)
     return ep_ll_end(c, a.group, op, a.blocks);
 #pragma unroll 1
@@ -809,7 +809,7 @@ template <class C, class N> DEV void ep_ll_receive(const C c, const epLlDispatch
   uint32_t index = p::warp() * (a.blocks - before) + p::bid() - before; /* few items lie on as many SMs */
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
-  p::grid_launch();
+  ep_ll_launch(c);
   if (op.lost)
     return ep_ll_end(c, a.group, op, a.blocks);
   if (c.part == EP_PART_WHOLE && index == warps - 1) {

@@ -7,6 +7,9 @@
  * two ranks 1024 to send and to take, 1024 to return and as many to reduce, so that with 132 SMs every warp has one. */
 #define EP_LL_WARPS 16u
 #define EP_LL_HYBRID_WARPS 12u /* across scale-up domains: calls to the network take registers that 16 do not leave */
+/* SMs left alone there: what is put may be copied by kernels of the driver's, which find no place beside blocks that fill an SM, and a kernel
+ * that waits for them would wait for ever. */
+#define EP_LL_PROXY_SMS 4u
 /* A sending block counts the decisions before its own tokens: two tokens a block spread the rows over the SMs. */
 #define EP_LL_TOKENS_A_BLOCK 2u
 /* Few items lie on as many SMs, up to this: one SM alone would store a token's eight slots in 1.5 us. */
@@ -41,8 +44,11 @@ uint32_t epLlTokensABlock(uint32_t tokens, const epGrid *grid, uint32_t topk) {
 ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned sms, int kernelId, uint32_t tokens,
                         epConfig *c, epGrid *grid) {
   int hybrid = topology->scaleOutRanks > 1;
-  unsigned warps = !topology->arch ? EP_EMU_LL_WARPS : hybrid ? EP_LL_HYBRID_WARPS : EP_LL_WARPS, total = sms < 4 ? 4 : sms; /* each role has a block */
+  unsigned warps = !topology->arch ? EP_EMU_LL_WARPS : hybrid ? EP_LL_HYBRID_WARPS : EP_LL_WARPS;
+  unsigned most = (unsigned)topology->numSms, total = sms;
   uint64_t T = tokens ? tokens : 1;
+  if (hybrid && topology->ginProxy && most > 2 * EP_LL_PROXY_SMS && total > most - EP_LL_PROXY_SMS) total = most - EP_LL_PROXY_SMS;
+  if (total < 4) total = 4; /* each role has a block */
   uint32_t chunks = (tokens + epLlChunkTokens(c->topk) - 1) / epLlChunkTokens(c->topk);
   c->scaleUp = hybrid ? (uint32_t)topology->scaleUpRanks : 0;
   grid->forwardBlocks = 0;

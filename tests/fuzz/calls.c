@@ -74,7 +74,7 @@ static void createGroup(fuzzRank *me, unsigned slot) {
   if (in->wild) ext.single_reduction = (int)fuzzValue(in, (unsigned)single);
   ncclEpGroup_t *out = fuzzWrong(in) ? NULL : &group;
   ncclComm_t comm = fuzzWrong(in) ? NULL : me->comm;
-  const ncclResult_t r = single ? fuzzResult(me, "ncclEpCreateGroup", ncclEpCreateGroupExt(out, comm, given, &ext))
+  const ncclResult_t r = single ? fuzzResult(me, "ncclEpCreateGroupExt", ncclEpCreateGroupExt(out, comm, given, &ext))
                                 : fuzzResult(me, "ncclEpCreateGroup", ncclEpCreateGroup(out, comm, given));
   if (!group != (r != ncclSuccess)) fuzzFail(me, "result %d, and the group is %p", (int)r, (void *)group);
   if (r != ncclSuccess) return;
