@@ -75,9 +75,8 @@ ncclResult_t epHybridPlan(const char *call, struct ncclEpGroup *g) {
   r = g->be->ops->allGather(g->be, &mine, all, sizeof mine);
   for (uint32_t i = 0; r == ncclSuccess && i < g->shape.ranks; i++) {
     if (all[i].queuePairs != all[0].queuePairs)
-      r = epFail(ncclInvalidArgument,
-                 "%s: num_qp_per_rank differs between ranks: %llu on rank 0, %llu on rank %u", call,
-                 (unsigned long long)all[0].queuePairs, (unsigned long long)all[i].queuePairs, i);
+      r = epFail(ncclInvalidArgument, "%s: num_qp_per_rank differs between ranks: %llu on rank 0, %llu on rank %u",
+                 call, (unsigned long long)all[0].queuePairs, (unsigned long long)all[i].queuePairs, i);
     if (all[i].links.nvlinkGbs < mine.links.nvlinkGbs) mine.links.nvlinkGbs = all[i].links.nvlinkGbs;
     if (all[i].links.nicGbs < mine.links.nicGbs) mine.links.nicGbs = all[i].links.nicGbs;
     if (all[i].putRows < mine.putRows) mine.putRows = all[i].putRows;
@@ -91,7 +90,8 @@ ncclResult_t epHybridPlan(const char *call, struct ncclEpGroup *g) {
   g->hybrid.layout.putRows = (uint32_t)mine.putRows;
   t->plan = epPlanOf(t, &mine.links, &g->shape, g->config.num_qp_per_rank);
   if (t->plan.sms && !g->config.max_num_sms) g->sms = epPolicySms(t, t->plan.sms);
-  epLog(EP_LOG_INFO, "group %p: links here: %s; slowest: %.0f and %.1f GB/s: %s: %u channels, %u queue pairs a peer, %u rows a put",
+  epLog(EP_LOG_INFO,
+        "group %p: links here: %s; slowest: %.0f and %.1f GB/s: %s: %u channels, %u queue pairs a peer, %u rows a put",
         (void *)g, from, mine.links.nvlinkGbs, mine.links.nicGbs,
         t->plan.sms ? "launches fit them" : "not all known, so defaults", epChannels(t), epContexts(t),
         g->hybrid.layout.putRows);
@@ -104,7 +104,8 @@ void epHybridLayouts(struct ncclEpGroup *g) {
   uint64_t end = g->scratchLayout.bytes;
   uint32_t ups = (uint32_t)g->topology.scaleUpRanks, channels = epLlChannels(&g->topology);
   if (epIsLl(g)) {
-    epLlHybridLayoutOf(g->shape, ups, channels, epContextsFor(&g->topology, channels), &g->windowLayout, &g->hybrid.layout);
+    epLlHybridLayoutOf(g->shape, ups, channels, epContextsFor(&g->topology, channels), &g->windowLayout,
+                       &g->hybrid.layout);
     g->hybrid.layout.state = epTake(&end, epLlToldBytes((uint32_t)g->topology.scaleOutRanks, channels));
     g->scratchLayout.bytes = end;
     return;
@@ -126,9 +127,11 @@ ncclResult_t epHybridQueuePairs(const char *call, const struct ncclEpGroup *g, u
   *contexts = 0;
   if (!epIsHybrid(g) || !asked) return ncclSuccess;
   if (asked > most)
-    return epFail(ncclInvalidArgument, "%s: ext_config.num_qps is %u: expected at most the group's, %u", call, asked, most);
+    return epFail(ncclInvalidArgument, "%s: ext_config.num_qps is %u: expected at most the group's, %u", call, asked,
+                  most);
   if (g->config.enable_mask && asked != most)
-    return epFail(ncclInvalidUsage, "%s: ext_config.num_qps is %u: expected 0 or %u: fewer in a group with masks are not supported yet",
+    return epFail(ncclInvalidUsage,
+                  "%s: ext_config.num_qps is %u: expected 0 or %u: fewer in a group with masks are not supported yet",
                   call, asked, most);
   *contexts = asked;
   return ncclSuccess;

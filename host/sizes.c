@@ -64,7 +64,8 @@ ncclResult_t calculate_ep_buffer_size(uint32_t ranks, const ncclEpBufferSizeConf
   ncclResult_t r = epBufferShape("ncclEpCalculateBufferSize", ranks, config, &shape);
   if (r != ncclSuccess) return r;
   if (config->low_latency != 0 && config->low_latency != 1)
-    return epFail(ncclInvalidArgument, "ncclEpCalculateBufferSize: low_latency is %d: expected 0 or 1", config->low_latency);
+    return epFail(ncclInvalidArgument, "ncclEpCalculateBufferSize: low_latency is %d: expected 0 or 1",
+                  config->low_latency);
   if (config->low_latency) return epLlBufferSize(&shape, sizes);
   w = epWindowLayoutOf(shape);
   sizes->window_bytes = w.bytes;
