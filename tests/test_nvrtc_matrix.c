@@ -131,6 +131,13 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   return r == ncclSuccess ? epJitCompile(jit, c->kernel, config, arch, &out->code) : r;
 }
 
+/* The shapes that everybody uses for all targets; the others for SM90, whose registers are as many as any other's, and for one more in turn. */
+static int isWanted(int arch, int at) {
+  const matrixCase *c = &cases[at];
+  int usual = c->ranks == 2 && c->experts == 256 && c->layout <= UINT8_MAX && !c->extra;
+  return usual || archs[arch] == 90 || arch == (int[]){0, 2, 3}[at % 3];
+}
+
 static void *work(void *unused) {
   (void)unused;
   for (;;) {
@@ -138,6 +145,7 @@ static void *work(void *unused) {
     int at = next++;
     pthread_mutex_unlock(&mutex);
     if (at >= ARCHS * CASES) return NULL;
+    if (!isWanted(at / CASES, at % CASES)) continue;
     matrixResult *r = &results[at / CASES][at % CASES];
     r->result = compileOne(archs[at / CASES], &cases[at % CASES], r);
     if (r->result != ncclSuccess) snprintf(r->error, sizeof(r->error), "%s", epLastError());
@@ -158,7 +166,7 @@ static int mostSpills(const matrixCase *c) {
 
 static void matrix(void **state) {
   pthread_t threads[THREADS];
-  int bad = 0;
+  int bad = 0, compiles = 0;
   double total = 0;
   (void)state;
   for (int i = 0; i < THREADS; i++) assert_int_equal(pthread_create(&threads[i], NULL, work, NULL), 0);
@@ -170,6 +178,7 @@ static void matrix(void **state) {
     for (int i = 0; i < CASES; i++) {
       matrixResult *r = &results[a][i];
       const matrixCase *c = &cases[i];
+      if (!isWanted(a, i)) continue;
       if (r->result != ncclSuccess) {
         printf("  %-20s sm_%d: %s\n", epJitEntryName(c->kernel), archs[a], r->error);
         bad++;
@@ -184,12 +193,13 @@ static void matrix(void **state) {
              epJitEntryName(c->kernel), archs[a], c->ranks, c->experts, c->topk, c->rowBytes, c->dtype, c->layout,
              c->weights, c->indexBytes, c->extra, r->config.threads, r->code.registers, r->code.spillBytes,
              r->code.localBytes, r->code.bytes, r->code.seconds, ok ? "" : "  <- not good");
+      compiles++;
       total += r->code.seconds;
       bad += !ok;
       epJitFree(&r->code);
     }
   }
-  printf("# %d compiles, %.1f s of one thread's time\n", ARCHS * CASES, total);
+  printf("# %d compiles, %.1f s of one thread's time\n", compiles, total);
   assert_int_equal(bad, 0);
 }
 

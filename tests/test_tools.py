@@ -150,6 +150,6 @@ run([1], ['ep_precompile: ', '6 bytes', 'multiple of 4'], *ll, '--scale-bytes', 
 # Its errors do not depend on the library's log.
 quiet = {'NCCL_EP_DEBUG': 'NONE'}
 run([1], ['ep_precompile: '], precompile, '--hidden', '1000000', '--cache-dir', folder, env=quiet)
-run([1], ['ep_precompile: '], precompile, '--cache-dir', file('no_folder', ''), env=quiet)
+run([1], ['ep_precompile: '], *ll[:-3], 'rank-major', '--cache-dir', file('no_folder', ''), env=quiet)
 
 sys.exit(1 if failed else 0)
