@@ -154,12 +154,12 @@ DEV void ep_combine_chunk(const C c, const epHybridCombineArgs &a, const epPlace
 }
 
 /* Chunks of all sources but those this rank stands for, which take turns. */
-template <class C> DEV void ep_combine_pushers(const C c, const epHybridCombineArgs &a, uint32_t gen) {
+template <class C> DEV void ep_combine_pushers(const C c, const epHybridCombineArgs &a, uint32_t gen, bool move) {
   const epCombineArgs &b = a.plain;
   epPlace w = ep_place(c, b.group);
   uint32_t warps = c.threads / 32, size = epChunkRows(c.rowBytes), others = w.ups - 1, sources = others * w.domains;
   uint32_t most = ep_most_received(c, (const uint32_t *)(b.record + b.recordLayout.recvCount));
-  uint64_t items = (uint64_t)((most + size - 1) / size) * sources;
+  uint64_t items = move ? (uint64_t)((most + size - 1) / size) * sources : 0;
   if (!ep_domain_credits(c, b.group, a.hybrid, gen, EP_PHASE_COMBINE_CREDIT))
     return;
   for (uint64_t i = p::bid() * warps + p::warp(); i < items; i += b.pushBlocks * warps) {
@@ -239,7 +239,7 @@ DEV bool ep_combine_forward(const C c, const epHybridCombineArgs &a, const epPla
   return true;
 }
 
-template <class C> DEV void ep_combine_forwarders(const C c, const epHybridCombineArgs &a, uint32_t gen) {
+template <class C> DEV void ep_combine_forwarders(const C c, const epHybridCombineArgs &a, uint32_t gen, bool move) {
   const epCombineArgs &b = a.plain;
   epPlace w = ep_place(c, b.group);
   epHybridRecord rec = epHybridRecordOf(b.recordLayout.bytes, w.domains, c.topk, b.group.maxTokens);
@@ -251,7 +251,7 @@ template <class C> DEV void ep_combine_forwarders(const C c, const epHybridCombi
   epChannel ch = ep_channel(a.hybrid, w, channel);
   for (uint32_t o = 0; o < w.domains; o++) {
     uint32_t n = o == w.domain || ep_left(c, ep_left_rail(c, o)) ? 0 : p::ldg<uint32_t>(fwdTokens + o);
-    most = n > most ? n : most;
+    most = n > most && move ? n : most;
   }
   for (uint32_t batch = channel; batch * rows < most; batch += channels) {
     if (c.bug == EP_BUG_GIN_SIGNAL_FIRST)
@@ -324,10 +324,10 @@ DEV bool ep_combine_token(const C c, const epHybridCombineArgs &a, const epPlace
 }
 
 template <class C>
-DEV void ep_combine_reducers(const C c, const epHybridCombineArgs &a, uint32_t gen, uint32_t firstBlock) {
+DEV void ep_combine_reducers(const C c, const epHybridCombineArgs &a, uint32_t gen, uint32_t firstBlock, bool move) {
   const epCombineArgs &b = a.plain;
   epPlace w = ep_place(c, b.group, a.hybrid, gen);
-  uint32_t warps = c.threads / 32, tokens = ep_tokens(b.recordLayout, b.record, b.numTokens);
+  uint32_t warps = c.threads / 32, tokens = move ? ep_tokens(b.recordLayout, b.record, b.numTokens) : 0;
   uint32_t channels = a.hybrid.layout.channels;
   for (uint32_t t = (p::bid() - firstBlock) * warps + p::warp(); t < tokens; t += (b.blocks - firstBlock) * warps)
     if (!ep_combine_token(c, a, w, t, gen))
@@ -348,14 +348,14 @@ template <class C> DEV void ep_hybrid_combine(const C c, const epHybridCombineAr
   epProfile profile = ep_profile_begin(b.group, EP_KERNEL_HYBRID_COMBINE);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(b.group)->stageGen) + 1;
   uint32_t reduce = c.part == EP_PART_RECEIVE ? 0 : b.pushBlocks + epChannelBlocks(a.hybrid.layout.channels, c.threads);
-  if (ep_record_usable(b.recordLayout, b.record) &&
-      ep_record_current(c, b.group, (const epRecordHeader *)(b.record + b.recordLayout.header))) {
+  if (ep_record_usable(b.recordLayout, b.record)) {
+    bool move = ep_record_current(c, b.group, (const epRecordHeader *)(b.record + b.recordLayout.header));
     if (c.part != EP_PART_RECEIVE && p::bid() < b.pushBlocks)
-      ep_combine_pushers(c, a, gen);
+      ep_combine_pushers(c, a, gen, move);
     else if (p::bid() < reduce)
-      ep_combine_forwarders(c, a, gen);
+      ep_combine_forwarders(c, a, gen, move);
     else
-      ep_combine_reducers(c, a, gen, reduce);
+      ep_combine_reducers(c, a, gen, reduce, move);
   }
   p::grid_launch();
   ep_hybrid_end(c, b.group, a.hybrid, gen, b.blocks);

@@ -100,10 +100,11 @@ DEV void ep_hybrid_batch(const C c, const epHybridDispatchArgs &a, const epPlace
   ep_channel_tell(c, a.hybrid, w, ch, ep_told_with(a.hybrid, batch, last), last);
 }
 
-template <class C> DEV void ep_hybrid_senders(const C c, const epHybridDispatchArgs &a, uint32_t gen) {
+/* `move`: there are rows; else the signals of the operation alone. */
+template <class C> DEV void ep_hybrid_senders(const C c, const epHybridDispatchArgs &a, uint32_t gen, bool move) {
   const epDispatchArgs &d = a.plain;
   epPlace w = ep_place(c, d.group);
-  uint32_t tokens = ep_tokens(d.recordLayout, d.record, d.numTokens), rows = ep_batch_rows(c, a.hybrid);
+  uint32_t tokens = move ? ep_tokens(d.recordLayout, d.record, d.numTokens) : 0, rows = ep_batch_rows(c, a.hybrid);
   uint32_t channel = p::bid() * (c.threads / 32) + p::warp();
   if (!ep_domain_credits(c, d.group, a.hybrid, gen, EP_PHASE_DISPATCH_CREDIT) ||
       !ep_rail_credits(c, d.group, a.hybrid, gen, EP_PHASE_DISPATCH_CREDIT) || channel >= a.hybrid.layout.channels)
@@ -276,13 +277,13 @@ template <class C> DEV void ep_hybrid_dispatch(const C c, const epHybridDispatch
   const epDispatchArgs &d = a.plain;
   epProfile profile = ep_profile_begin(d.group, EP_KERNEL_HYBRID_DISPATCH);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(d.group)->stageGen) + 1;
-  if (ep_record_usable(d.recordLayout, d.record) &&
-      ep_record_current(c, d.group, (const epRecordHeader *)(d.record + d.recordLayout.header))) {
+  if (ep_record_usable(d.recordLayout, d.record)) {
+    bool move = ep_record_current(c, d.group, (const epRecordHeader *)(d.record + d.recordLayout.header));
     if (c.part == EP_PART_WHOLE ? p::bid() < d.pushBlocks : c.part == EP_PART_SEND)
-      ep_hybrid_senders(c, a, gen);
+      ep_hybrid_senders(c, a, gen, move);
     else if (p::bid() == d.pushBlocks)
       ep_hybrid_forwarder(c, a, gen);
-    else
+    else if (move)
       ep_hybrid_epilogue(c, a, gen, d.pushBlocks + 1);
   }
   p::grid_launch();

@@ -153,6 +153,7 @@ template <class C> DEV void ep_hybrid_send(const C c, const epHybridUpdateArgs &
       continue;
     if (a.plain.tokens)
       p::gin_put(h.gin, 0, o, ep_rail_meta(c, a, w.domain, gen), h.layout.outMeta, 8 * a.plain.tokens * c.topk);
+    ep_rail_sends(c, g, h, o, 0, 1);
     p::gin_put_signal(h.gin, 0, o, ep_rail_counts(c, a, w.domain, gen),
                       h.layout.outCounts + 8ull * o * (ep_domain_words(c) + 1), 8 * (ep_domain_words(c) + 1),
                       epSignalMeta(w.domain), 1);
@@ -339,6 +340,7 @@ template <class C> DEV void ep_hybrid_gather(const C c, const epHybridUpdateArgs
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
     if (o == w.domain || ep_rail_masked(c, u.group, o))
       continue;
+    ep_rail_sends(c, u.group, a.hybrid, o, 1, 1);
     p::gin_put_signal(a.hybrid.gin, 0, o, ep_rail_replies(c, a, w.domain, gen),
                       a.hybrid.layout.outReplies + 8ull * o * ep_domain_words(c), 8 * ep_domain_words(c),
                       epSignalReply(w.domains, w.domain), 1);

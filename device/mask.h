@@ -42,7 +42,8 @@ template <class C> DEV bool ep_masked(const C c, const epGroupArgs &g, uint32_t 
 
 /* Several scale-up domains: what a rank of this one's rail has told by signals (EP_RAIL_*), and telling it (rail_mask.h). */
 template <class C> DEV_APART uint64_t ep_rail_hears(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer);
-template <class C> DEV_APART void ep_rail_says(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer, uint32_t value);
+template <class C> DEV_APART void ep_rail_says(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer, uint64_t value);
+template <class C> DEV_APART uint64_t ep_rail_said(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer);
 template <class C> DEV bool ep_is_far(const C c, const epGroupArgs &g, uint32_t peer) {
   return c.scaleUp && peer / c.scaleUp != g.rank / c.scaleUp;
 }

@@ -10,6 +10,8 @@
  *   views   u64 [R]     (number of this rank's meeting << 32 | what peer r made of it, see mask_meet.h)
  *   calls   u64 [R][4]  peer r's meeting: (its number << 32 | kind), (| epoch), (| updateGen), (| the
  *                       largest stageGen of its slots)
+ *   heard   u32 [R]     several domains: epoch in which the rank of r's index in this domain last admitted r, of another
+ *   met     u32 [R]     epoch of which peer r of this domain has told all that
  *
  * Scratch, from epScratchLayout.bytes on
  *
@@ -27,12 +29,13 @@
  *   state   epRailState
  *   came    u32 [2][O]  generation of the last update in which the rank of this index in domain o took part: its decisions, its
  *                       replies
- *   beats   u32 [O]     signs of life that this rank has given there
- *   told    u32 [O]     what it has brought its signal TOLD there to
+ *   said    u64 [EP_RAIL_KINDS][O] what this rank has brought each of its signals there to
+ *   sent    u64 [EP_SLOTS][O][3 + C]  all that it ever added to each of its signals META, REPLY, CREDIT, ROWS there
  *
- * Signals of the group's first network, behind those of hybrid_layout.h, each by sending domain, context 0: BEAT counts signs of life; TOLD is
- * a word that is brought to a value: the epoch in which the sender masked this rank, plus one; LEAVE gets 1 << 32, and the beats ever
- * given, when the sender is about to destroy the group.
+ * Signals of the group's first network, behind those of hybrid_layout.h, each by sending domain, context 0. BEAT counts signs of life. The others are
+ * words, brought to a value by adding what is missing: TOLD to the epoch in which the sender masked this rank, plus one; LEAVE to
+ * (1 << 32 | beats ever given) when the sender is about to destroy the group; in a meeting EPOCH, UPDATE and STAGE to the sender's
+ * counters, CALL to (its number << 32 | the sum of those), ACK to (its number << 32 | that of the meeting that it answers).
  */
 #ifndef EP_DEVICE_MASK_LAYOUT_H_
 #define EP_DEVICE_MASK_LAYOUT_H_
@@ -54,7 +57,7 @@ typedef struct epMaskSlot {
 } epMaskSlot;
 
 typedef struct epMaskWindow {
-  uint64_t beats, told, acks, views, calls, bytes; /* from the start of the window */
+  uint64_t beats, told, acks, views, calls, heard, met, bytes; /* from the start of the window */
 } epMaskWindow;
 
 typedef struct epMaskScratch {
@@ -70,6 +73,8 @@ EP_HD epMaskWindow epMaskWindowOf(uint64_t from, uint32_t ranks) {
   w.acks = epTake(&at, 4ull * ranks);
   w.views = epTake(&at, 8ull * ranks);
   w.calls = epTake(&at, 8ull * EP_MEET_WORDS * ranks);
+  w.heard = epTake(&at, 4ull * ranks);
+  w.met = epTake(&at, 4ull * ranks);
   w.bytes = at;
   return w;
 }
@@ -100,21 +105,33 @@ typedef struct epRailState {
 } epRailState;
 
 typedef struct epRailMasks {
-  uint64_t state, came, beats, told, bytes; /* from the start of the scratch */
+  uint64_t state, came, said, sent, bytes; /* from the start of the scratch */
 } epRailMasks;
 
-EP_HD epRailMasks epRailMasksOf(uint64_t from, uint32_t domains) {
+enum {
+  EP_RAIL_BEAT = 0,
+  EP_RAIL_TOLD,
+  EP_RAIL_LEAVE,
+  EP_RAIL_EPOCH,
+  EP_RAIL_UPDATE,
+  EP_RAIL_STAGE,
+  EP_RAIL_CALL,
+  EP_RAIL_ACK,
+  EP_RAIL_KINDS
+};
+
+/* `channels` matter to `bytes` alone. */
+EP_HD epRailMasks epRailMasksOf(uint64_t from, uint32_t domains, uint32_t channels) {
   epRailMasks m;
   uint64_t at = epAlignUp(from, EP_SECTION_ALIGN);
   m.state = epTake(&at, sizeof(epRailState));
   m.came = epTake(&at, 8ull * domains);
-  m.beats = epTake(&at, 4ull * domains);
-  m.told = epTake(&at, 4ull * domains);
+  m.said = epTake(&at, 8ull * EP_RAIL_KINDS * domains);
+  m.sent = epTake(&at, 8ull * EP_SLOTS * domains * (3 + channels));
   m.bytes = at;
   return m;
 }
 
-enum { EP_RAIL_BEAT = 0, EP_RAIL_TOLD, EP_RAIL_LEAVE, EP_RAIL_KINDS };
 EP_HD uint32_t epRailSignal(uint32_t first, uint32_t domains, uint32_t kind, uint32_t domain) {
   return first + kind * domains + domain;
 }
@@ -136,6 +153,8 @@ typedef struct epMaskArgs {
   uint32_t keep[EP_MAX_RANKS / 32];  /* set: a bit for each rank that is not masked */
   uint32_t slots;                    /* clean: of the group that have a window, */
   uint8_t *const *windows[EP_SLOTS]; /* and those, [R] each */
+  uint64_t networks[EP_SLOTS][2];    /* several domains: an epGin each, */
+  uint32_t channels, contexts;       /* and what they have */
 } epMaskArgs;
 
 /* Shared memory: the verdict word, what came of each rank, and what its call said. */

@@ -45,8 +45,13 @@ DEV uint32_t ep_meet_stage_gen(const epMaskArgs &a) {
   return most;
 }
 
+/* A peer's call `n` belongs to the round of mine; to the first one all do, to the second, whose numbers are odd, those of the second. */
+template <class C> DEV bool ep_meet_round(const C c, const epMaskArgs &a, uint32_t number, uint32_t n) {
+  return !c.scaleUp || a.op != EP_MASK_CLEAN || !(number & 1) || (n & 1);
+}
+
 /* One thread for `peer`: calls it and waits until it has answered. */
-template <class C> DEV bool ep_meet(const C c, const epMaskArgs &a, uint32_t peer, uint32_t number) {
+template <class C> DEV bool ep_meet(const C c, const epMaskArgs &a, uint32_t peer, uint32_t number, uint64_t most) {
   const epGroupArgs &g = a.group;
   epMaskWindow w = ep_mask_window(c, g);
   uint64_t *mine = ep_meet_call(c, g, peer, g.rank), tag = (uint64_t)number << 32;
@@ -65,7 +70,7 @@ template <class C> DEV bool ep_meet(const C c, const epMaskArgs &a, uint32_t pee
       p::st_release_sys((uint32_t *)(ep_mask_home(c, g, peer) + w.acks) + g.rank, n);
       answered = n;
     }
-    if (heard && answered == n) {
+    if (heard && answered == n && ep_meet_round(c, a, number, n)) {
       bool whole = n != 0;
       for (uint32_t i = 1; i < EP_MEET_WORDS; i++) {
         uint64_t v = p::ld_relaxed_sys(its + i);
@@ -74,11 +79,11 @@ template <class C> DEV bool ep_meet(const C c, const epMaskArgs &a, uint32_t pee
       }
       if (whole) return true;
     }
-    if (ep_meet_late(g, start, round, g.timeoutNs)) return false;
+    if (ep_meet_late(g, start, round, most)) return false;
   }
 }
 
-/* What all who came agree on. */
+/* What all who came agree on; with several domains, who came is each rank's own. */
 struct epMeetView {
   uint32_t epoch, updateGen, stageGen, hash;
 };
@@ -90,7 +95,7 @@ template <class C> DEV epMeetView ep_meet_view(const C c, const epMaskArgs &a) {
   auto mix = [&](uint32_t x) { v.hash = (v.hash ^ x) * 16777619u; };
   for (uint32_t r = 0; r < c.ranks; r++) {
     if (r != g.rank && !p::lds<uint32_t>(ep_meet_at(r, 0))) continue;
-    mix(r + 1);
+    if (!c.scaleUp) mix(r + 1);
     if (r == g.rank) continue;
     uint32_t epoch = p::lds<uint32_t>(ep_meet_at(r, 1)), update = p::lds<uint32_t>(ep_meet_at(r, 2));
     uint32_t stage = p::lds<uint32_t>(ep_meet_at(r, 3));
@@ -139,9 +144,21 @@ DEV bool ep_meet_agrees(const C c, const epMaskArgs &a, uint32_t peer, uint32_t 
   }
 }
 
+/* One thread: the view is in force. */
+template <class C> DEV void ep_meet_result(const C c, const epMaskArgs &a, const epMeetView &v) {
+  const epGroupArgs &g = a.group;
+  p::st_relaxed_sys(&ep_mask_state(c, g)->epoch, v.epoch);
+  p::stg<uint32_t>(&ep_state(g)->updateGen, v.updateGen);
+  for (uint32_t s = 0; s < a.slots; s++) p::stg<uint32_t>(&ep_meet_state(g, s)->stageGen, v.stageGen);
+  p::st_relaxed_sys(&a.result->updateGen, v.updateGen);
+  p::st_relaxed_sys(&a.result->epoch, v.epoch);
+}
+
+/* The re-admission of several domains (rail_meet.h). */
+template <class C> DEV_APART void ep_domains_clean(const C c, const epMaskArgs &a);
+
 template <class C> DEV void ep_mask_clean(const C c, const epMaskArgs &a, uint32_t number) {
   const epGroupArgs &g = a.group;
-  epMaskState *state = ep_mask_state(c, g);
   epMeetView v = ep_meet_view(c, a);
   if (a.lowLatency) ep_meet_clear(c, a);
   p::sync_threads();
@@ -155,18 +172,13 @@ template <class C> DEV void ep_mask_clean(const C c, const epMaskArgs &a, uint32
     p::st_relaxed_sys(ep_mask_words(c, g).left + r, came ? 0 : 1);
   }
   p::sync_threads();
-  if (p::tid() != 0) return;
-  p::st_relaxed_sys(&state->epoch, v.epoch);
-  p::stg<uint32_t>(&ep_state(g)->updateGen, v.updateGen);
-  for (uint32_t s = 0; s < a.slots; s++) p::stg<uint32_t>(&ep_meet_state(g, s)->stageGen, v.stageGen);
-  p::st_relaxed_sys(&a.result->updateGen, v.updateGen);
-  p::st_relaxed_sys(&a.result->epoch, v.epoch);
+  if (p::tid() == 0) ep_meet_result(c, a, v);
 }
 
 /* One thread: tells `peer`, of the rail, that this rank is about to go, and waits until it has told so as well and all it sent has come. */
 template <class C> DEV void ep_rail_leave(const C c, const epGroupArgs &g, uint32_t peer) {
   uint64_t start = p::globaltimer();
-  ep_rail_says(c, g, EP_RAIL_LEAVE, peer, 0);
+  ep_rail_says(c, g, EP_RAIL_LEAVE, peer, 1ull << 32 | (uint32_t)ep_rail_said(c, g, EP_RAIL_BEAT, peer));
   for (uint32_t round = 0; !ep_meet_late(g, start, round, g.timeoutNs); round++) {
     uint64_t word = ep_rail_hears(c, g, EP_RAIL_LEAVE, peer);
     if (word >> 32 && (uint32_t)word == (uint32_t)ep_rail_hears(c, g, EP_RAIL_BEAT, peer)) return;
@@ -177,6 +189,7 @@ template <class C> DEV void ep_mask(const C c, const epMaskArgs &a) {
   if (c.scaleUp && !a.group.windows) /* a rehearsal */
     return;
   p::grid_wait();
+  if (c.scaleUp && a.op == EP_MASK_CLEAN) return ep_domains_clean(c, a);
   const epGroupArgs &g = a.group;
   epMaskState *state = ep_mask_state(c, g);
   uint32_t number = p::ld_relaxed_sys(&state->meetings) + 1;
@@ -192,7 +205,7 @@ template <class C> DEV void ep_mask(const C c, const epMaskArgs &a) {
       if (other && r % c.scaleUp == g.rank % c.scaleUp) ep_rail_leave(c, g, r);
       continue;
     }
-    p::sts<uint32_t>(ep_meet_at(r, 0), other && ep_meet(c, a, r, number));
+    p::sts<uint32_t>(ep_meet_at(r, 0), other && ep_meet(c, a, r, number, g.timeoutNs));
   }
   if (a.op < EP_MASK_CLEAN) return;
   p::sync_threads();

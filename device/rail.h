@@ -129,8 +129,10 @@ DEV bool ep_domain_credits(const C c, const epGroupArgs &g, const epHybridGroup 
   if (!ep_block_agrees(ok))
     return false;
   for (uint32_t o = p::tid(); p::bid() == 0 && o < w.domains; o += c.threads)
-    if (o != w.domain && !ep_rail_masked(c, g, o))
+    if (o != w.domain && !ep_rail_masked(c, g, o)) {
+      ep_rail_sends(c, g, h, o, 2, 1);
       p::gin_signal_weak(h.gin, 0, o, epSignalCredit(w.domains, w.domain), 1);
+    }
   return true;
 }
 
@@ -325,6 +327,9 @@ DEV uint32_t ep_told_with(const epHybridGroup &h, uint32_t batch, bool last) {
 template <class C>
 DEV void ep_channel_end(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, const epChannel &ch) {
   ep_channel_tell(c, h, w, ch, 1u << EP_TAIL_BITS, true);
+  for (uint32_t o = p::lane(); c.mask && o < w.domains; o += 32)
+    if (o != w.domain && !ep_left(c, ep_left_rail(c, o)))
+      ep_rail_sends(c, g, h, o, 3 + ch.channel, 1u << EP_TAIL_BITS);
   if (c.bug != EP_BUG_GIN_NO_FLUSH)
     ep_flush(c, g, h, ch.context);
 }

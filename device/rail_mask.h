@@ -11,7 +11,7 @@
 #include "rows.h"
 
 template <class C> DEV epRailMasks ep_rail_masks(const C c, const epGroupArgs &g) {
-  return epRailMasksOf(ep_mask_scratch(c, g).bytes, c.ranks / c.scaleUp);
+  return epRailMasksOf(ep_mask_scratch(c, g).bytes, c.ranks / c.scaleUp, 0);
 }
 template <class C> DEV epRailState *ep_rail_state(const C c, const epGroupArgs &g) {
   return (epRailState *)(g.scratch + ep_rail_masks(c, g).state);
@@ -27,20 +27,31 @@ template <class C> DEV_APART uint64_t ep_rail_hears(const C c, const epGroupArgs
   return p::gin_read(ep_first_gin(c, g), 0, epRailSignal(first, c.ranks / c.scaleUp, kind, o));
 }
 
-/* One thread at a time for each peer and kind. BEAT: another sign of life; TOLD: `value` from now on; LEAVE: the last signal. */
-template <class C> DEV_APART void ep_rail_says(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer, uint32_t value) {
-  epRailMasks m = ep_rail_masks(c, g);
-  uint32_t domains = c.ranks / c.scaleUp, o = peer / c.scaleUp;
-  uint32_t *beats = (uint32_t *)(g.scratch + m.beats) + o, *told = (uint32_t *)(g.scratch + m.told) + o;
-  uint32_t first = p::ldg<uint32_t>(&ep_rail_state(c, g)->signals);
-  uint64_t add = value;
-  if (kind == EP_RAIL_BEAT) p::atomic_add(beats, 1);
-  if (kind == EP_RAIL_TOLD) {
-    add = value - p::ld_relaxed_sys(told);
-    p::st_relaxed_sys(told, value);
-  }
-  if (kind == EP_RAIL_LEAVE) add = 1ull << 32 | p::ld_relaxed_sys(beats);
-  p::gin_signal_weak(ep_first_gin(c, g), 0, o, epRailSignal(first, domains, kind, g.rank / c.scaleUp), add);
+/* One thread at a time for each peer and kind: the signal is brought to `value`; of BEAT, one more. */
+template <class C> DEV_APART void ep_rail_says(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer, uint64_t value) {
+  uint32_t domains = c.ranks / c.scaleUp, o = peer / c.scaleUp, first = p::ldg<uint32_t>(&ep_rail_state(c, g)->signals);
+  uint64_t *said = (uint64_t *)(g.scratch + ep_rail_masks(c, g).said) + kind * domains + o, before = p::ld_relaxed_sys(said);
+  if (kind == EP_RAIL_BEAT) value = before + 1;
+  if (value == before) return;
+  p::st_relaxed_sys(said, value);
+  p::gin_signal_weak(ep_first_gin(c, g), 0, o, epRailSignal(first, domains, kind, g.rank / c.scaleUp), value - before);
+}
+/* What a signal there has been brought to. */
+template <class C> DEV_APART uint64_t ep_rail_said(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer) {
+  return p::ld_relaxed_sys((const uint64_t *)(g.scratch + ep_rail_masks(c, g).said) + kind * (c.ranks / c.scaleUp) + peer / c.scaleUp);
+}
+
+/* With masks: all that was added to signal i (META, REPLY, CREDIT, then a channel's ROWS) of domain o in the slot of the operation, by one thread at a
+ * time. */
+DEV uint64_t ep_sent_index(uint32_t slot, uint32_t domains, uint32_t channels, uint32_t o, uint32_t i) {
+  return ((uint64_t)slot * domains + o) * (3 + channels) + i;
+}
+template <class C>
+DEV void ep_rail_sends(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t o, uint32_t i, uint64_t add) {
+  if (!c.mask) return;
+  uint64_t *sent = (uint64_t *)(g.scratch + ep_rail_masks(c, g).sent) +
+                   ep_sent_index((uint32_t)(g.scratchLayout.state / EP_SECTION_ALIGN), c.ranks / c.scaleUp, h.layout.channels, o, i);
+  p::st_relaxed_sys(sent, p::ld_relaxed_sys(sent) + add);
 }
 
 /* ---- Waits ------------------------------------------------------------------------------------------------------------- */

@@ -16,7 +16,7 @@ uint64_t epMaskWindowBytes(const struct ncclEpGroup *g) {
 uint64_t epMaskScratchBytes(const struct ncclEpGroup *g) {
   uint64_t bytes = g->scratchLayout.bytes;
   if (g->config.enable_mask) bytes = epMaskScratchOf(bytes, g->shape.ranks, g->shape.experts).bytes;
-  if (g->config.enable_mask && epIsHybrid(g)) bytes = epRailMasksOf(bytes, (uint32_t)g->topology.scaleOutRanks).bytes;
+  if (g->config.enable_mask && epIsHybrid(g)) bytes = epRailMasksOf(bytes, (uint32_t)g->topology.scaleOutRanks, g->hybrid.layout.channels).bytes;
   return bytes;
 }
 
@@ -25,7 +25,7 @@ static ncclResult_t epMaskNetwork(struct ncclEpGroup *g, uint64_t scratchEnd) {
   uint32_t domains = (uint32_t)g->topology.scaleOutRanks;
   epRailState state = {g->hybrid.gin.comm, g->hybrid.gin.window, epSignalCount(domains, g->hybrid.layout.channels), 0};
   if (!epIsHybrid(g)) return ncclSuccess;
-  return g->be->ops->copyToDevice(g->be, (uint8_t *)g->scratch + epRailMasksOf(scratchEnd, domains).state, &state,
+  return g->be->ops->copyToDevice(g->be, (uint8_t *)g->scratch + epRailMasksOf(scratchEnd, domains, 0).state, &state,
                                   sizeof state);
 }
 
@@ -108,8 +108,6 @@ ncclResult_t epMaskClean(ncclEpGroup_t g, cudaStream_t stream) {
   static const char call[] = "ncclEpMaskClean";
   epMaskArgs a = {.op = EP_MASK_CLEAN};
   ncclResult_t r = epMaskFind(call, g);
-  if (r == ncclSuccess && epIsHybrid(g))
-    r = epFail(ncclInvalidUsage, "%s: not supported yet across scale-up domains: expected a new group", call);
   if (r == ncclSuccess) r = epStagedNowhere(call, g);
   if (r == ncclSuccess) r = epRefuseCapture(call, g, stream, "it waits for the other ranks, on the host too");
   if (r != ncclSuccess) return r;
@@ -121,7 +119,11 @@ ncclResult_t epMaskClean(ncclEpGroup_t g, cudaStream_t stream) {
     a.halfBytes = w.rowStride * (g->shape.ranks - 1ull) * g->shape.maxTokens;
   }
   a.slots = 1 + g->maxInFlight;
-  for (unsigned i = 0; i < a.slots; i++) a.windows[i] = epSlotArgs(g, i).windows;
+  for (unsigned i = 0; i < a.slots; i++) {
+    a.windows[i] = epSlotArgs(g, i).windows;
+    a.networks[i][0] = epSlotNetwork(g, i)->gin.comm, a.networks[i][1] = epSlotNetwork(g, i)->gin.window;
+  }
+  a.channels = g->hybrid.layout.channels, a.contexts = g->hybrid.layout.groupContexts;
   r = epMaskLaunch(call, g, &a, stream);
   if (r == ncclSuccess) r = g->be->ops->synchronize(g->be, stream);
   if (r != ncclSuccess) return r;

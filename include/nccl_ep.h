@@ -788,8 +788,8 @@ ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t 
  *   who knows  a rank waits for those of its domain and those of its index alone, and finds out about them. About others it is told by
  *              the rank of their index in its domain: with their missing decisions or rows, in the next update at the latest
  *   metadata   sent_slot is -1 also for ranks of (p, u)'s index as seen from domain p: it was (p, u) who told those places
- * All ranks that go on must give ncclEpMaskUpdate the same masks. ncclEpMaskClean is not supported yet: a masked rank stays out until the group
- * is made anew.
+ * All ranks that go on must give ncclEpMaskUpdate the same masks. ncclEpMaskClean admits a rank through those that it reaches, in two rounds:
+ * with ranks missing it takes up to two and a half timeouts.
  *
  * A masked rank takes part again after ncclEpMaskClean, and then every handle must be updated again on all ranks before it is
  * dispatched or combined along: such a call along an older record moves nothing and is reported (code 7).

@@ -125,6 +125,7 @@ typedef struct plan {
   const epRound *masked; /* without it, and without what it stands for, from the update on */
   int phase;             /* it stops before: 0 update, 1 dispatch, 2 combine */
   how how;
+  int back; /* it is re-admitted */
   pthread_barrier_t meet;
 } plan;
 
@@ -171,6 +172,18 @@ static void survive(epTestRank *me, epRun *run, plan *p) {
   epExpectNoAsyncError(me);
 }
 
+/* All together again, exact. */
+static void restored(epTestRank *me, epRun *run, const epRound *round) {
+  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
+  expectMask(me, "after the re-admission", -1);
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+  for (int i = 0; i < 2; i++) {
+    layer(me, run, round);
+    epRunBackward(me, run);
+  }
+  epExpectNoAsyncError(me);
+}
+
 static void stopBody(epTestRank *me) {
   plan *p = me->arg;
   epRun run = {0};
@@ -187,6 +200,12 @@ static void stopBody(epTestRank *me) {
   pthread_barrier_wait(&p->meet);
   if (me->rank == GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
   pthread_barrier_wait(&p->meet);
+  if (p->back) {
+    restored(me, &run, p->whole);
+    epRunFree(me, &run);
+    epGroupFree(me);
+    return;
+  }
   epRunFree(me, &run);
   if (me->rank != GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER)); /* nobody comes for it any more */
   pthread_barrier_wait(&p->meet);
@@ -244,7 +263,7 @@ static void stopRanks(uint32_t domains, uint32_t ups, how way, int single, unsig
     c.single = single;
     roundsMake(&r, &c, domains);
     for (int phase = 0; phase < 3; phase++) {
-      plan p = {&r.whole, &r.holes, &r.masked, phase, way, {{0}}};
+      plan p = {&r.whole, &r.holes, &r.masked, phase, way, (int)(seed + (unsigned)phase) % 2, {{0}}};
       epTestWorld world = {.ranks = (int)ranks, .sms = phase == 1 ? 3 : 0, .seed = seed + (unsigned)phase, .arg = &p};
       assert_int_equal(pthread_barrier_init(&p.meet, NULL, ranks), 0);
       epWorldRun(&world, stopBody);
@@ -305,12 +324,11 @@ static void killedBody(epTestRank *me) {
     EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   }
   pthread_barrier_wait(&p->meet);
+  if (!gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  pthread_barrier_wait(&p->meet);
+  restored(me, &run, p->whole);
   epRoughFree(me, &r);
   epRunFree(me, &run);
-  if (gone) epGroupFree(me);
-  pthread_barrier_wait(&p->meet);
-  if (gone) return;
-  EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
   epGroupFree(me);
 }
 
