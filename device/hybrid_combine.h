@@ -344,6 +344,7 @@ template <class C> DEV void ep_hybrid_combine(const C c, const epHybridCombineAr
   if (!a.plain.group.windows) /* a rehearsal */
     return;
   p::grid_wait();
+  ep_block_begins(c);
   const epCombineArgs &b = a.plain;
   epProfile profile = ep_profile_begin(b.group, EP_KERNEL_HYBRID_COMBINE);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(b.group)->stageGen) + 1;

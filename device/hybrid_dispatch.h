@@ -274,6 +274,7 @@ template <class C> DEV void ep_hybrid_dispatch(const C c, const epHybridDispatch
   if (!a.plain.group.windows) /* a rehearsal */
     return;
   p::grid_wait();
+  ep_block_begins(c);
   const epDispatchArgs &d = a.plain;
   epProfile profile = ep_profile_begin(d.group, EP_KERNEL_HYBRID_DISPATCH);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(d.group)->stageGen) + 1;

@@ -65,7 +65,7 @@ template <class C> DEV void ep_tails_forward(const C c, const epHybridDispatchAr
   uint32_t tails = w.domains * h.layout.channels;
   uint64_t want = epTailOf(gen + 1, 0), first = epTailOf(gen, 0);
   epPatience patience = {};
-  patience.start = p::globaltimer();
+  ep_wait_begins(c, g, patience);
   for (uint32_t round = 0, open = 1; open; round++) {
     open = 0;
     uint32_t waits = w.domain;

@@ -365,6 +365,7 @@ template <class C> DEV void ep_hybrid_update(const C c, const epHybridUpdateArgs
   if (!a.plain.group.windows) /* a rehearsal */
     return;
   p::grid_wait();
+  ep_block_begins(c);
   const epUpdateArgs &u = a.plain;
   epProfile profile = ep_profile_begin(u.group, EP_KERNEL_HYBRID_UPDATE);
   bool last = ep_update_frame(c, u, [&](uint32_t *histogram, uint32_t gen, uint32_t t0, uint32_t t1) {

@@ -135,8 +135,24 @@ template <class C> DEV void ep_beat(const C c, const epGroupArgs &g, uint64_t no
 
 struct epPatience {
   uint64_t start, lifeAt; /* lifeAt: when the peer was last seen to live, 0: not yet */
+  uint64_t before;        /* how long the block has been in the operation, as far as it shortens the wait */
   uint32_t life;
 };
+
+/* Several domains: a block waits for its rail after it has waited for its domain, or the other way round. Where somebody is missing on both
+ * sides, the second wait need not last as long as the first: 3/8 of the timeout at least. The word behind the verdict holds when the block began. */
+DEV uint32_t ep_began() { return p::smem_base() + 8; }
+template <class C> DEV void ep_block_begins(const C c) {
+  if (!c.mask) return;
+  if (p::tid() == 0) p::sts<uint64_t>(ep_began(), p::globaltimer());
+  p::sync_threads();
+}
+template <class C> DEV void ep_wait_begins(const C c, const epGroupArgs &g, epPatience &w) {
+  w.start = p::globaltimer();
+  if (!c.scaleUp) return;
+  uint64_t before = w.start - p::lds<uint64_t>(ep_began()), most = g.timeoutNs / 8 * 5;
+  w.before = before < most ? before : most;
+}
 
 /* The sixteenth round of a wait with masks: true when the waiter must give up. Of its own blocks a rank waits four times as long: they may
  * be waiting for a peer. */
@@ -148,7 +164,7 @@ DEV_APART bool ep_peer_gives_up(const C c, const epGroupArgs &g, epPatience &w, 
     ep_stop(c, g, EP_ERR_ABORT, phase, peer, expected, seen);
     return true;
   }
-  uint64_t now = p::globaltimer(), waited = now - w.start, most = g.timeoutNs;
+  uint64_t now = p::globaltimer(), waited = now - w.start + w.before, most = g.timeoutNs;
   if (peer == g.rank) {
     if (waited / 4 <= most) return false;
     ep_stop(c, g, EP_ERR_TIMEOUT, phase, peer, expected, seen);
@@ -193,7 +209,7 @@ DEV bool ep_await_flag(const C c, const epGroupArgs &g, const uint32_t *flag, ui
   *seen = p::ld_acquire_sys(flag);
   if (masked) return false;
   if (ep_reached(*seen, want)) return true;
-  w.start = p::globaltimer();
+  ep_wait_begins(c, g, w);
   for (uint32_t round = 0;; round++) {
     *seen = p::ld_acquire_sys(flag);
     if (ep_reached(*seen, want)) {
@@ -225,7 +241,7 @@ DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, ui
       if (round) ep_profile_waited(g, w.start, phase, peer);
       return true;
     }
-    if (round == 0) w.start = p::globaltimer();
+    if (round == 0) ep_wait_begins(c, g, w);
     if (ep_peer_give_up(c, g, w, round, phase, peer, want, (uint32_t)(v >> 32))) return false;
   }
 }

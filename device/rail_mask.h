@@ -79,7 +79,7 @@ DEV bool ep_await_value(const C c, const epGroupArgs &g, F read, G done, uint64_
       if (round) ep_profile_waited(g, w.start, phase, peer);
       return true;
     }
-    if (round == 0) w.start = p::globaltimer();
+    if (round == 0) ep_wait_begins(c, g, w);
     if (ep_peer_give_up(c, g, w, round, phase, peer, ep_told(want - 1, bits) + 1, ep_told(seen, bits))) return false;
   }
 }

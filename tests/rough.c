@@ -29,6 +29,11 @@ void epRoughMake(epTestRank *me, epRough *r, const epRound *round) {
 }
 
 void epRoughQueue(epTestRank *me, epRough *r, int flat) {
+  EXPECT_OK(me, ncclEpUpdateHandle(r->handle, &r->topk.t, NULL, NULL));
+  epRoughMove(me, r, flat);
+}
+
+void epRoughMove(epTestRank *me, epRough *r, int flat) {
   ncclEpDispatchInputs_t in = NCCL_EP_DISPATCH_INPUTS_INIT;
   ncclEpDispatchOutputs_t out = NCCL_EP_DISPATCH_OUTPUTS_INIT;
   ncclEpCombineInputs_t back = NCCL_EP_COMBINE_INPUTS_INIT;
@@ -36,7 +41,6 @@ void epRoughQueue(epTestRank *me, epRough *r, int flat) {
   in.tokens = &r->x.t, in.topk_weights = &r->w.t, out.tokens = &r->out.t, out.topk_weights = &r->outW.t;
   if (flat) out.topk_idx = &r->outIdx.t;
   back.tokens = &r->out.t, sums.tokens = &r->y.t;
-  EXPECT_OK(me, ncclEpUpdateHandle(r->handle, &r->topk.t, NULL, NULL));
   EXPECT_OK(me, ncclEpDispatch(r->handle, &in, &out, NULL, NULL, NULL));
   EXPECT_OK(me, ncclEpCombine(r->handle, &back, &sums, NULL, NULL));
 }

@@ -13,6 +13,8 @@ typedef struct epRough {
 void epRoughMake(epTestRank *me, epRough *r, const epRound *round);
 /* Update, dispatch and combine, queued. */
 void epRoughQueue(epTestRank *me, epRough *r, int flat);
+/* The last two alone. */
+void epRoughMove(epTestRank *me, epRough *r, int flat);
 /* Rows and sums have every rank's part in whole or not at all: elements of a row are the same number. */
 void epRoughCheck(epTestRank *me, const epRough *r, const epCase *c, uint32_t tokens);
 void epRoughFree(epTestRank *me, epRough *r);

@@ -173,10 +173,20 @@ static void survive(epTestRank *me, epRun *run, plan *p) {
 }
 
 /* All together again, exact. */
-static void restored(epTestRank *me, epRun *run, const epRound *round) {
+static void restored(epTestRank *me, epRun *run, const epRound *round, epRough *old) {
   EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
   expectMask(me, "after the re-admission", -1);
   EXPECT_OK(me, ncclEpErrorClear(me->group));
+  if (old) { /* along an older record nothing moves, and nobody waits */
+    ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+    unsigned long long from = clockOf(me);
+    epRoughMove(me, old, round->c->layout == NCCL_EP_LAYOUT_FLAT);
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    expectQuick(me, from);
+    EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+    EXPECT(me, info.code == 7, "code %d: %s", info.code, info.text);
+    EXPECT_OK(me, ncclEpErrorClear(me->group));
+  }
   for (int i = 0; i < 2; i++) {
     layer(me, run, round);
     epRunBackward(me, run);
@@ -201,7 +211,7 @@ static void stopBody(epTestRank *me) {
   if (me->rank == GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
   pthread_barrier_wait(&p->meet);
   if (p->back) {
-    restored(me, &run, p->whole);
+    restored(me, &run, p->whole, NULL);
     epRunFree(me, &run);
     epGroupFree(me);
     return;
@@ -326,16 +336,76 @@ static void killedBody(epTestRank *me) {
   pthread_barrier_wait(&p->meet);
   if (!gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
   pthread_barrier_wait(&p->meet);
-  restored(me, &run, p->whole);
+  restored(me, &run, p->whole, &r);
   epRoughFree(me, &r);
   epRunFree(me, &run);
   epGroupFree(me);
 }
 
+/* Two that stop together, in different domains and on different rails: each stands for a rail of the other's domain, and no wait follows another. */
+static int stops(const epTestRank *me) { return me->rank == 1 || me->rank == 6; }
+
+static void twoStopBody(epTestRank *me) {
+  plan *p = me->arg;
+  const epCase *c = p->whole->c;
+  epRun run = {.salt = (unsigned)me->world->seed};
+  epRough r = {0};
+  int flat = c->layout == NCCL_EP_LAYOUT_FLAT;
+  epGroupMake(me, c);
+  if (!me->group) return;
+  layer(me, &run, p->whole);
+  epRoughMake(me, &r, p->whole);
+  if (stops(me)) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
+  pthread_barrier_wait(&p->meet);
+  if (!stops(me)) {
+    unsigned long long from = clockOf(me);
+    epRoughQueue(me, &r, flat);
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    expectOneTimeout(me, from);
+    from = clockOf(me);
+    epRoughQueue(me, &r, flat);
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    expectQuick(me, from);
+    epRoughCheck(me, &r, c, p->whole->tokens[me->rank]);
+    EXPECT_OK(me, ncclEpMaskClean(me->group, NULL)); /* of those that are there: two rounds, one of them a whole timeout */
+    EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 5, "it took %llu us", (clockOf(me) - from) / 1000);
+    EXPECT_OK(me, ncclEpErrorClear(me->group));
+    from = clockOf(me);
+    epRoughQueue(me, &r, flat);
+    EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+    expectQuick(me, from);
+    epRoughCheck(me, &r, c, p->whole->tokens[me->rank]);
+    epExpectNoAsyncError(me);
+  }
+  pthread_barrier_wait(&p->meet);
+  if (stops(me)) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  pthread_barrier_wait(&p->meet);
+  restored(me, &run, p->whole, NULL);
+  epRoughFree(me, &r);
+  epRunFree(me, &run);
+  epGroupFree(me);
+}
+
+static void twoRanksThatStopTogether(void **state) {
+  (void)state;
+  assert_int_equal(setenv("EP_TEST_DOMAINS", "2", 1), 0);
+  for (unsigned s = 0; s < 2; s++) {
+    epCase c = caseOf(8, layouts[s], 1);
+    rounds r;
+    roundsMake(&r, &c, 2);
+    plan p = {.whole = &r.whole};
+    epTestWorld world = {.ranks = 8, .seed = 820 + s, .arg = &p};
+    assert_int_equal(pthread_barrier_init(&p.meet, NULL, 8), 0);
+    epWorldRun(&world, twoStopBody);
+    pthread_barrier_destroy(&p.meet);
+    roundsFree(&r);
+  }
+}
+
 static void aRankThatIsKilledIsLeftOut(void **state) {
   (void)state;
   assert_int_equal(setenv("EP_TEST_DOMAINS", "2", 1), 0);
-  unsigned schedules = 4;
+  unsigned schedules = 3;
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(8, layouts[l], 1);
     rounds r;
@@ -356,6 +426,7 @@ int main(void) {
       cmocka_unit_test(aRankThatIsLostIsReported),
       cmocka_unit_test(aRankThatStopsIsLeftOut),
       cmocka_unit_test(aRankMaskedByHandIsLeftOut),
+      cmocka_unit_test(twoRanksThatStopTogether),
       cmocka_unit_test(aRankThatIsKilledIsLeftOut),
   };
   if (setenv("EP_TEST_DOMAINS", "2", 1)) return 1;
