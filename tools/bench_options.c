@@ -32,6 +32,7 @@ enum {
   OPT_NO_ZERO_PAD,
   OPT_WINDOW_OUT,
   OPT_SINGLE,
+  OPT_NUM_QPS,
   OPT_MASKS,
   OPT_BIAS,
   OPT_STAGED,
@@ -97,6 +98,7 @@ static const struct argp_option optionTable[] = {
      "combine sums nothing on the way: every slot travels (see ncclEpCreateGroupExt)", 0},
     {"masks", OPT_MASKS, 0, 0, "the group can leave out ranks that do not answer (enable_mask)", 0},
     {"bias", OPT_BIAS, "N", 0, "rows that combine's sums start from, 0 to 2 (default: 0)", 0},
+    {"num-qps", OPT_NUM_QPS, "N", 0, "queue pairs that a call's rows go by between scale-up domains (default 0: the group's)", 0},
     {"tokens", OPT_TOKENS, "LIST", 0,
      "tokens a rank: one value, or one per rank separated by commas; LOW-HIGH draws anew for each routing (default: "
      "4096; "
@@ -278,6 +280,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     break;
   case OPT_BIAS:
     o->bias = (int)epOptionNumber(text, 0, 2, "bias", state);
+    break;
+  case OPT_NUM_QPS:
+    o->queuePairs = (int)epOptionNumber(text, 0, INT_MAX, "num-qps", state);
     break;
   case OPT_STAGED:
     if (text && strcmp(text, "own-stream") != 0) argp_error(state, "--staged=%s: expected own-stream or nothing", text);
@@ -475,6 +480,7 @@ static int checkFit(const epBenchOptions *o, int ll) {
   if (ll && o->maxRecv >= 0) return epToolFail("--max-recv: low latency's rows have fixed places: %s", useHt);
   if (ll && o->single) return epToolFail("--single-reduction: low latency has partial sums always: %s", useHt);
   if (ll && o->bias) return epToolFail("--bias %d: low latency adds none: %s", o->bias, useHt);
+  if (ll && o->queuePairs) return epToolFail("--num-qps %d: low latency takes its group's: %s", o->queuePairs, useHt);
   if (ll && o->noZeroPad) return epToolFail("--no-zero-pad: low latency pads nothing: %s", useHt);
   if (ll && o->align != UINT_MAX) return epToolFail("--align %u: low latency aligns no zones: %s", o->align, useHt);
   return 0;
@@ -496,10 +502,10 @@ static int checkModel(epBenchOptions *o) {
     return epToolFail("--model %s: nothing runs on GPUs: expected --backend emu", o->modelPath);
   if (o->modelPath && (o->check || o->backward || o->schedules != 1 || o->bugText || o->compare || o->curveCount ||
                        o->plotPath || o->limits || o->parts || o->graph || o->hostTime || o->windowOut || o->single ||
-                       o->masks || o->bias || o->staged))
+                       o->masks || o->bias || o->queuePairs || o->staged))
     return epToolFail("--model %s: nothing is run: expected none of --check, --backward, --schedules, --bug, "
                       "--compare, --sm-curve, --plot, --limits, --profile-parts, --graph, --host-time, --window-out, "
-                      "--single-reduction, --masks, --bias and --staged",
+                      "--single-reduction, --masks, --bias, --num-qps and --staged",
                       o->modelPath);
   if (o->modelPath && (o->algo == 1 || o->layout > EP_REF_EXPERT_MAJOR))
     return epToolFail("--model %s: high throughput only: expected --layout flat or expert-major", o->modelPath);

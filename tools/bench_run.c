@@ -34,6 +34,7 @@ static void configureLayer(epBench *bench) {
                        .single = o->single,
                        .masks = o->masks,
                        .bias = (unsigned)o->bias,
+                       .queuePairs = (unsigned)o->queuePairs,
                        .staged = o->staged,
                        .layout = o->layout,
                        .hidden = o->hidden,

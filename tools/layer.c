@@ -466,6 +466,7 @@ int epLayerDispatch(epLayer *layer, int backward) {
   ext.scale_layout = c->scaleColumns ? NCCL_EP_SCALE_COLUMN_MAJOR : NCCL_EP_SCALE_ROW_MAJOR;
   ext.scale_column_stride = epLayerScaleStride(c);
   ext.no_zero_pad = c->noZeroPad;
+  ext.num_qps = c->queuePairs;
   return complete(
       layer, told(layer, ncclEpDispatchExt(layer->handle, &inputs, &result, NULL, &config, &ext, layer->port->stream),
                   backward ? "ncclEpDispatch (backward)" : "ncclEpDispatch"));
@@ -490,6 +491,7 @@ int epLayerCombine(epLayer *layer, int backward) {
     inputs.topk_weights = &inWeights;
     result.topk_weights = &outWeights;
   }
+  ext.num_qps = c->queuePairs;
   for (unsigned b = 0; b < c->bias; b++) {
     bias[b] = tensorOf(&layer->bias[b], epLayerType(c->combineType), 2, sizes[4 + b], tokens, c->hidden);
     ext.bias[b] = &bias[b];

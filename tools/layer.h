@@ -34,7 +34,8 @@ typedef struct epLayerConfig {
   int single;        /* combine sums nothing on the way (single_reduction) */
   unsigned masks;    /* the group has them (enable_mask) */
   unsigned bias;     /* rows that combine's sums start from, 0 to 2 */
-  unsigned routings; /* index buffers */
+  unsigned queuePairs; /* num_qps of each call, 0: the group's */
+  unsigned routings;   /* index buffers */
   unsigned sms, timeoutMs;
 } epLayerConfig;
 
