@@ -32,12 +32,12 @@ static int rankMajor(const setting *s) { return s->layout == NCCL_EP_LAYOUT_RANK
 static float timesOf(const epTestRank *me, const setting *s, const batch *b, uint32_t t) {
   int hit[EP_TEST_MAX_RANKS] = {0};
   float times = 0;
+  epRound lost = {.gone = s->gone, .ups = s->ups};
   for (uint32_t k = 0; k < TOPK; k++) {
     int64_t e = b->choice[t][k];
-    if (e < 0 || e / 4 + 1 == s->gone || ((flat(s) || rankMajor(s)) && hit[e / 4]++)) continue;
+    if (e < 0 || epRoundLost(&lost, me->rank, (int)(e / 4)) || ((flat(s) || rankMajor(s)) && hit[e / 4]++)) continue;
     times += s->lowLatency && !rankMajor(s) ? weightOf(t, k) : 1.0f;
   }
-  (void)me;
   return times;
 }
 

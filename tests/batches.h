@@ -18,6 +18,7 @@ typedef struct setting {
   unsigned inFlight; /* max_in_flight */
   int masks;         /* enable_mask */
   int gone;          /* a rank whose part of the sums is missing, plus 1 */
+  int ups;           /* as in epRound */
   uint64_t timeoutNs;
   int copies;        /* no update borrows topk_idx */
   uint64_t seed;     /* of routings and drawn scripts */

@@ -9,6 +9,7 @@
 
 #include <cmocka.h>
 
+#include "batches.h"
 #include "masks.h"
 #include "rough.h"
 
@@ -421,11 +422,96 @@ static void aRankThatIsKilledIsLeftOut(void **state) {
   }
 }
 
+/* ---- Staged operations: two in flight --------------------------------------------------------------------------------------- */
+
+typedef struct staged {
+  setting with, without; /* the rank that stops */
+  int sent;              /* it stops behind its sends */
+  pthread_barrier_t meet;
+} staged;
+
+static void stagedSend(epTestRank *me, const setting *s, batch *b, int combine) {
+  for (int i = 0; i < 2; i++)
+    EXPECT_OK(me, combine ? epBatchCombine(me, s, &b[i], 1, NULL) : epBatchDispatch(me, s, &b[i], 1, NULL));
+}
+
+static void stagedComplete(epTestRank *me, batch *b, int first) {
+  EXPECT_OK(me, ncclEpComplete(b[first].handle, NULL, NULL));
+  EXPECT_OK(me, ncclEpComplete(b[!first].handle, NULL, NULL));
+}
+
+static void stagedRound(epTestRank *me, const setting *s, batch *b) {
+  for (unsigned i = 0; i < 2; i++) epBatchUpdate(me, s, &b[i], i);
+  stagedSend(me, s, b, 0), stagedComplete(me, b, 1);
+  stagedSend(me, s, b, 1), stagedComplete(me, b, 0);
+  for (unsigned i = 0; i < 2; i++) epBatchCheck(me, s, &b[i], i);
+}
+
+static void stagedBody(epTestRank *me) {
+  staged *p = me->arg;
+  batch b[2] = {0};
+  int gone = me->rank == GONE;
+  epSettingGroup(me, &p->with);
+  if (!me->group) return;
+  for (unsigned i = 0; i < 2; i++) epBatchMake(me, &p->with, &b[i]);
+  stagedRound(me, &p->with, b);
+  for (unsigned i = 0; i < 2; i++) epBatchUpdate(me, &p->with, &b[i], i);
+  if (p->sent) stagedSend(me, &p->with, b, 0);
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  pthread_barrier_wait(&p->meet);
+  if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
+  pthread_barrier_wait(&p->meet);
+  if (!gone) {
+    unsigned long long from = clockOf(me);
+    if (!p->sent) stagedSend(me, &p->with, b, 0);
+    stagedComplete(me, b, 0);
+    stagedSend(me, &p->with, b, 1), stagedComplete(me, b, 1);
+    for (unsigned i = 0; i < 2; i++) epBatchCheck(me, &p->without, &b[i], i);
+    EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
+    stagedRound(me, &p->without, b);
+    expectMask(me, "after the wait", GONE);
+    expectNamed(me);
+    from = clockOf(me);
+    stagedRound(me, &p->without, b);
+    expectQuick(me, from);
+    epExpectNoAsyncError(me);
+  }
+  pthread_barrier_wait(&p->meet);
+  if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  pthread_barrier_wait(&p->meet);
+  if (gone && p->sent) stagedComplete(me, b, 0);
+  EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
+  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
+  expectMask(me, "after the re-admission", -1);
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+  for (unsigned i = 0; i < 2; i++) b[i].round = 9; /* ranks must agree about updates that borrow */
+  for (int i = 0; i < 2; i++) stagedRound(me, &p->with, b);
+  epExpectNoAsyncError(me);
+  for (unsigned i = 0; i < 2; i++) epBatchFree(me, &b[i]);
+  epGroupFree(me);
+}
+
+static void aRankThatStopsAmongStagedOperations(void **state) {
+  (void)state;
+  assert_int_equal(setenv("EP_TEST_DOMAINS", "2", 1), 0);
+  for (int i = 0; i < 4; i++) {
+    staged p = {.sent = i % 2};
+    epTestWorld world = {.ranks = 4, .sms = i == 1 ? 3 : 0, .seed = 900 + (unsigned)i, .arg = &p};
+    p.with = (setting){.layout = layouts[i / 2], .masks = 1, .timeoutNs = TIMEOUT_NS, .seed = 40 + (unsigned)i};
+    p.without = p.with;
+    p.without.gone = GONE + 1, p.without.ups = 2;
+    assert_int_equal(pthread_barrier_init(&p.meet, NULL, 4), 0);
+    epWorldRun(&world, stagedBody);
+    pthread_barrier_destroy(&p.meet);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(aRankThatIsLostIsReported),
       cmocka_unit_test(aRankThatStopsIsLeftOut),
       cmocka_unit_test(aRankMaskedByHandIsLeftOut),
+      cmocka_unit_test(aRankThatStopsAmongStagedOperations),
       cmocka_unit_test(twoRanksThatStopTogether),
       cmocka_unit_test(aRankThatIsKilledIsLeftOut),
   };
