@@ -16,7 +16,8 @@ uint64_t epMaskWindowBytes(const struct ncclEpGroup *g) {
 uint64_t epMaskScratchBytes(const struct ncclEpGroup *g) {
   uint64_t bytes = g->scratchLayout.bytes;
   if (g->config.enable_mask) bytes = epMaskScratchOf(bytes, g->shape.ranks, g->shape.experts).bytes;
-  if (g->config.enable_mask && epIsHybrid(g)) bytes = epRailMasksOf(bytes, (uint32_t)g->topology.scaleOutRanks, g->hybrid.layout.channels).bytes;
+  if (g->config.enable_mask && epIsHybrid(g))
+    bytes = epRailMasksOf(bytes, (uint32_t)g->topology.scaleOutRanks, g->hybrid.layout.channels).bytes;
   return bytes;
 }
 

@@ -43,7 +43,9 @@ static void expectTold(epTestRank *me, int must) {
   EXPECT_OK(me, ncclEpGetAsyncError(me->group, &error));
   EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
   if (!error && !must) return;
-  EXPECT(me, error == 1 && info.code == 1 && info.rank == me->rank && info.peer >= 0 && info.peer < me->ranks && info.phase[0],
+  EXPECT(me,
+         error == 1 && info.code == 1 && info.rank == me->rank && info.peer >= 0 && info.peer < me->ranks &&
+             info.phase[0],
          "async error %d, code %d, rank %d, peer %d: %s", error, info.code, info.rank, info.peer, info.text);
 }
 
@@ -368,7 +370,8 @@ static void twoStopBody(epTestRank *me) {
     EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
     expectQuick(me, from);
     epRoughCheck(me, &r, c, p->whole->tokens[me->rank]);
-    EXPECT_OK(me, ncclEpMaskClean(me->group, NULL)); /* of those that are there: two rounds, one of them a whole timeout */
+    EXPECT_OK(me,
+              ncclEpMaskClean(me->group, NULL)); /* of those that are there: two rounds, one of them a whole timeout */
     EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 5, "it took %llu us", (clockOf(me) - from) / 1000);
     EXPECT_OK(me, ncclEpErrorClear(me->group));
     from = clockOf(me);
@@ -508,12 +511,9 @@ static void aRankThatStopsAmongStagedOperations(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(aRankThatIsLostIsReported),
-      cmocka_unit_test(aRankThatStopsIsLeftOut),
-      cmocka_unit_test(aRankMaskedByHandIsLeftOut),
-      cmocka_unit_test(aRankThatStopsAmongStagedOperations),
-      cmocka_unit_test(twoRanksThatStopTogether),
-      cmocka_unit_test(aRankThatIsKilledIsLeftOut),
+      cmocka_unit_test(aRankThatIsLostIsReported),  cmocka_unit_test(aRankThatStopsIsLeftOut),
+      cmocka_unit_test(aRankMaskedByHandIsLeftOut), cmocka_unit_test(aRankThatStopsAmongStagedOperations),
+      cmocka_unit_test(twoRanksThatStopTogether),   cmocka_unit_test(aRankThatIsKilledIsLeftOut),
   };
   if (setenv("EP_TEST_DOMAINS", "2", 1)) return 1;
   return cmocka_run_group_tests_name("masks of domains", tests, NULL, NULL);
