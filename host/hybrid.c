@@ -216,7 +216,7 @@ ncclResult_t epHybridLlBufferSize(const epTopology *topology, const epShape *sha
   return epLlWindowCheck("ncclEpCalculateBufferSize", shape, w.bytes);
 }
 
-void epHybridBufferSize(const epTopology *topology, const epShape *shape, ncclEpBufferSize_t *sizes) {
+void epHybridBufferSize(const epTopology *topology, const epShape *shape, int masks, ncclEpBufferSize_t *sizes) {
   epTopology here = *topology, *t = &here;
   uint32_t domains = (uint32_t)t->scaleOutRanks;
   epLinks links = {0, 0};
@@ -227,7 +227,7 @@ void epHybridBufferSize(const epTopology *topology, const epShape *shape, ncclEp
   if (t->arch) links = epLinksFind(&t->pci, NULL, 0);
   if (!epEnvNumber(EP_ENV_NUM_QPS, 1, UINT32_MAX, &queuePairs)) queuePairs = 0;
   here.plan = epPlanOf(t, &links, shape, (uint32_t)queuePairs);
-  epHybridLayoutOf(*shape, (uint32_t)t->scaleUpRanks, epChannels(t), epContexts(t), 0, &w, &h);
+  epHybridLayoutOf(*shape, (uint32_t)t->scaleUpRanks, epChannels(t), epContexts(t), masks != 0, &w, &h);
   sizes->window_bytes = w.bytes;
   sizes->count_bytes = h.railTails - w.counts;
   sizes->flag_bytes = w.meta - h.railTails;
@@ -240,6 +240,6 @@ void epHybridBufferSize(const epTopology *topology, const epShape *shape, ncclEp
   epHybridScratchOf(&scratch, &h);
   sizes->scratch_bytes = scratch;
   sizes->gin_contexts = h.contexts;
-  sizes->gin_signals = epSignalCount(domains, h.channels);
+  sizes->gin_signals = epSignalCount(domains, h.channels) + (masks ? EP_RAIL_KINDS * domains : 0);
   sizes->queue_pairs = h.contexts * (domains - 1);
 }

@@ -21,7 +21,7 @@ int epHybridKernel(int id, const epConfig *config);
 /* As epPolicyMove, which calls it. */
 ncclResult_t epPolicyHybridMove(const epTopology *topology, unsigned sms, int kernelId, epConfig *config, epGrid *grid);
 /* What sizes.c cannot know without a topology; links are those of this rank. */
-void epHybridBufferSize(const epTopology *topology, const epShape *shape, ncclEpBufferSize_t *sizes);
+void epHybridBufferSize(const epTopology *topology, const epShape *shape, int masks, ncclEpBufferSize_t *sizes);
 /* The same beside what epLlBufferSize has told. */
 ncclResult_t epHybridLlBufferSize(const epTopology *topology, const epShape *shape, ncclEpBufferSize_t *sizes);
 

@@ -169,7 +169,7 @@ ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *confi
     if (r == ncclSuccess && config->low_latency)
       r = epHybridLlBufferSize(&topology, &shape, sizes);
     else if (r == ncclSuccess)
-      epHybridBufferSize(&topology, &shape, sizes);
+      epHybridBufferSize(&topology, &shape, config->enable_mask, sizes);
   }
   be->ops->destroy(be);
   return r == ncclSuccess ? epAllWindows((uint32_t)topology.ranks, config, sizes) : r;

@@ -86,21 +86,21 @@ static const epShape shape = {
 static void sizesFollowTheLinks(void **state) {
   (void)state;
   ncclEpBufferSize_t plain, fitted;
-  epHybridBufferSize(&cluster, &shape, &plain);
+  epHybridBufferSize(&cluster, &shape, 0, &plain);
   assert_int_equal(plain.gin_contexts, 4);
   assert_int_equal(plain.gin_signals, epSignalCount(2, 64));
   assert_int_equal(setenv("NCCL_EP_NVLINK_GBS", "450", 1) | setenv("NCCL_EP_NIC_GBS", "50", 1), 0);
-  epHybridBufferSize(&cluster, &shape, &fitted);
+  epHybridBufferSize(&cluster, &shape, 0, &fitted);
   epLinks h100 = {450, 50};
   epLinkPlan plan = epLinkPlanOf(&h100, 2, 8, 256, 8, 7168, 8);
   assert_int_equal(fitted.gin_contexts, plan.contexts);
   assert_int_equal(fitted.queue_pairs, plan.contexts);
   assert_int_equal(fitted.gin_signals, epSignalCount(2, plan.sendBlocks * 8));
   assert_int_equal(setenv("NCCL_EP_NUM_QPS", "3", 1), 0);
-  epHybridBufferSize(&cluster, &shape, &fitted);
+  epHybridBufferSize(&cluster, &shape, 0, &fitted);
   assert_int_equal(fitted.gin_contexts, 3);
   assert_int_equal(setenv("NCCL_EP_NUM_QPS", "100000", 1), 0); /* no more than channels */
-  epHybridBufferSize(&cluster, &shape, &fitted);
+  epHybridBufferSize(&cluster, &shape, 0, &fitted);
   assert_int_equal(fitted.gin_contexts, plan.sendBlocks * 8);
   assert_int_equal(unsetenv("NCCL_EP_NVLINK_GBS") | unsetenv("NCCL_EP_NIC_GBS") | unsetenv("NCCL_EP_NUM_QPS"), 0);
 }
