@@ -3,6 +3,7 @@
 #ifndef EP_DEVICE_ABI_H_
 #define EP_DEVICE_ABI_H_
 
+#include "kind_layout.h"
 #include "layout.h"
 
 enum {
@@ -27,7 +28,7 @@ enum { EP_QUANTISE_NONE = 0, EP_QUANTISE_E4M3, EP_QUANTISE_POWERS /* with scales
 
 enum { EP_DTYPE_BYTES = 0, EP_DTYPE_BF16, EP_DTYPE_F16, EP_DTYPE_F32 };
 
-enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR };
+enum { EP_LAYOUT_KIND_FLAT = 0, EP_LAYOUT_KIND_EXPERT_MAJOR, EP_LAYOUT_KINDS_HT };
 
 /* Which part of a dispatch or combine a kernel is: all of it, or of a staged operation what sends or what receives. Both parts have
  * the whole operation's generation: the sending part leaves it as it was, and returns no credits. */
@@ -72,6 +73,7 @@ enum {
   EP_ERR_TIMEOUT,
   EP_ERR_ABORT,
   EP_ERR_MISMATCH,    /* of EP_ROWS_TAG */
+  EP_ERR_APART,       /* the peer is in another operation: expected and seen are what both are in, kind_layout.h */
   EP_ERR_MASKED,      /* with masks, here and below: the peer timed out; the operation went on */
   EP_ERR_MASKED_BY,   /* the peer has masked this rank */
   EP_ERR_STALE_RECORD /* of the epoch `seen`; nothing was moved */
@@ -93,7 +95,7 @@ enum {
 /* Host-visible (mapped) memory, one a group. The kernel fills the fields, then sets `code` last (release). */
 typedef struct epErrorRecord {
   uint32_t code; /* EP_ERR_* ; first error wins */
-  uint32_t pad0;
+  uint32_t operation; /* of EP_ERR_APART: its generation */
   uint32_t phase, peer, block;
   uint32_t expected, seen;
   uint32_t badIndexCode; /* 1: some topk_idx was outside [0, E) and not -1 */

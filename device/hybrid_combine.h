@@ -154,19 +154,21 @@ DEV void ep_combine_chunk(const C c, const epHybridCombineArgs &a, const epPlace
 }
 
 /* Chunks of all sources but those this rank stands for, which take turns. */
-template <class C> DEV void ep_combine_pushers(const C c, const epHybridCombineArgs &a, uint32_t gen, bool move) {
+template <class C> DEV void ep_combine_pushers(const C c, const epHybridCombineArgs &a, uint32_t gen, uint32_t kind, bool move) {
   const epCombineArgs &b = a.plain;
   epPlace w = ep_place(c, b.group);
   uint32_t warps = c.threads / 32, size = epChunkRows(c.rowBytes), others = w.ups - 1, sources = others * w.domains;
   uint32_t most = ep_most_received(c, (const uint32_t *)(b.record + b.recordLayout.recvCount));
   uint64_t items = move ? (uint64_t)((most + size - 1) / size) * sources : 0;
-  if (!ep_domain_credits(c, b.group, a.hybrid, gen, EP_PHASE_COMBINE_CREDIT))
+  if (!ep_domain_credits(c, b.group, a.hybrid, gen, kind, EP_PHASE_COMBINE_CREDIT))
     return;
   for (uint64_t i = p::bid() * warps + p::warp(); i < items; i += b.pushBlocks * warps) {
     uint32_t turn = (uint32_t)(i % sources), o = turn / others, u = (w.up + 1 + turn % others) % w.ups;
     if (!ep_left(c, ep_left_near(c, u)))
       ep_combine_chunk(c, a, w, o * w.ups + u, (uint32_t)(i / sources), gen);
   }
+  if (!c.mask && p::bid() == 0 && ep_rail_credits(c, b.group, a.hybrid, gen, kind, EP_PHASE_COMBINE_CREDIT))
+    ep_domain_greeted(c, b.group, gen, kind, EP_PHASE_COMBINE_ROWS);
 }
 
 /* ---- A domain's sum ----------------------------------------------------------------------------------------------- */
@@ -239,14 +241,14 @@ DEV bool ep_combine_forward(const C c, const epHybridCombineArgs &a, const epPla
   return true;
 }
 
-template <class C> DEV void ep_combine_forwarders(const C c, const epHybridCombineArgs &a, uint32_t gen, bool move) {
+template <class C> DEV void ep_combine_forwarders(const C c, const epHybridCombineArgs &a, uint32_t gen, uint32_t kind, bool move) {
   const epCombineArgs &b = a.plain;
   epPlace w = ep_place(c, b.group);
   epHybridRecord rec = epHybridRecordOf(b.recordLayout.bytes, w.domains, c.topk, b.group.maxTokens);
   const uint32_t *fwdTokens = (const uint32_t *)(b.record + rec.fwdTokens);
   uint32_t channel = (p::bid() - b.pushBlocks) * (c.threads / 32) + p::warp(), channels = a.hybrid.layout.channels;
   uint32_t rows = ep_batch_rows(c, a.hybrid), most = 0;
-  if (!ep_rail_credits(c, b.group, a.hybrid, gen, EP_PHASE_COMBINE_CREDIT) || channel >= channels)
+  if (!ep_rail_credits(c, b.group, a.hybrid, gen, kind, EP_PHASE_COMBINE_CREDIT) || channel >= channels)
     return;
   epChannel ch = ep_channel(a.hybrid, w, channel);
   for (uint32_t o = 0; o < w.domains; o++) {
@@ -349,12 +351,15 @@ template <class C> DEV void ep_hybrid_combine(const C c, const epHybridCombineAr
   epProfile profile = ep_profile_begin(b.group, EP_KERNEL_HYBRID_COMBINE);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(b.group)->stageGen) + 1;
   uint32_t reduce = c.part == EP_PART_RECEIVE ? 0 : b.pushBlocks + epChannelBlocks(a.hybrid.layout.channels, c.threads);
-  if (ep_record_usable(b.recordLayout, b.record)) {
+  uint32_t made = ep_record_made(b.recordLayout, b.record), kind = ep_kind(c, EP_KERNEL_HYBRID_COMBINE, made);
+  if (made) {
     bool move = ep_record_current(c, b.group, (const epRecordHeader *)(b.record + b.recordLayout.header));
+    if (c.part == EP_PART_RECEIVE)
+      ep_domain_greeted(c, b.group, gen, kind, EP_PHASE_COMBINE_ROWS);
     if (c.part != EP_PART_RECEIVE && p::bid() < b.pushBlocks)
-      ep_combine_pushers(c, a, gen, move);
+      ep_combine_pushers(c, a, gen, kind, move);
     else if (p::bid() < reduce)
-      ep_combine_forwarders(c, a, gen, move);
+      ep_combine_forwarders(c, a, gen, kind, move);
     else
       ep_combine_reducers(c, a, gen, reduce, move);
   }

@@ -101,18 +101,22 @@ DEV void ep_hybrid_batch(const C c, const epHybridDispatchArgs &a, const epPlace
 }
 
 /* `move`: there are rows; else the signals of the operation alone. */
-template <class C> DEV void ep_hybrid_senders(const C c, const epHybridDispatchArgs &a, uint32_t gen, bool move) {
+template <class C> DEV void ep_hybrid_senders(const C c, const epHybridDispatchArgs &a, uint32_t gen, uint32_t kind, bool move) {
   const epDispatchArgs &d = a.plain;
   epPlace w = ep_place(c, d.group);
   uint32_t tokens = move ? ep_tokens(d.recordLayout, d.record, d.numTokens) : 0, rows = ep_batch_rows(c, a.hybrid);
   uint32_t channel = p::bid() * (c.threads / 32) + p::warp();
-  if (!ep_domain_credits(c, d.group, a.hybrid, gen, EP_PHASE_DISPATCH_CREDIT) ||
-      !ep_rail_credits(c, d.group, a.hybrid, gen, EP_PHASE_DISPATCH_CREDIT) || channel >= a.hybrid.layout.channels)
+  if (!ep_domain_credits(c, d.group, a.hybrid, gen, kind, EP_PHASE_DISPATCH_CREDIT) ||
+      !ep_rail_credits(c, d.group, a.hybrid, gen, kind, EP_PHASE_DISPATCH_CREDIT))
     return;
-  epChannel ch = ep_channel(a.hybrid, w, channel);
-  for (uint32_t batch = channel; batch * rows < tokens; batch += a.hybrid.layout.channels)
-    ep_hybrid_batch(c, a, w, ch, batch, tokens, gen);
-  ep_channel_end(c, d.group, a.hybrid, w, ch);
+  if (channel < a.hybrid.layout.channels) {
+    epChannel ch = ep_channel(a.hybrid, w, channel);
+    for (uint32_t batch = channel; batch * rows < tokens; batch += a.hybrid.layout.channels)
+      ep_hybrid_batch(c, a, w, ch, batch, tokens, gen);
+    ep_channel_end(c, d.group, a.hybrid, w, ch);
+  }
+  if (c.part == EP_PART_WHOLE)
+    ep_domain_greeted(c, d.group, gen, kind, EP_PHASE_DISPATCH_ROWS);
 }
 
 /* One block: each thread watches its share of the tails, until all are complete. */
@@ -278,10 +282,13 @@ template <class C> DEV void ep_hybrid_dispatch(const C c, const epHybridDispatch
   const epDispatchArgs &d = a.plain;
   epProfile profile = ep_profile_begin(d.group, EP_KERNEL_HYBRID_DISPATCH);
   uint32_t gen = p::ldg<uint32_t>(&ep_state(d.group)->stageGen) + 1;
-  if (ep_record_usable(d.recordLayout, d.record)) {
+  uint32_t made = ep_record_made(d.recordLayout, d.record), kind = ep_kind(c, EP_KERNEL_HYBRID_DISPATCH, made);
+  if (made) {
     bool move = ep_record_current(c, d.group, (const epRecordHeader *)(d.record + d.recordLayout.header));
+    if (c.part == EP_PART_RECEIVE)
+      ep_domain_greeted(c, d.group, gen, kind, EP_PHASE_DISPATCH_ROWS);
     if (c.part == EP_PART_WHOLE ? p::bid() < d.pushBlocks : c.part == EP_PART_SEND)
-      ep_hybrid_senders(c, a, gen, move);
+      ep_hybrid_senders(c, a, gen, kind, move);
     else if (p::bid() == d.pushBlocks)
       ep_hybrid_forwarder(c, a, gen);
     else if (move)

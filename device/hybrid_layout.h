@@ -126,6 +126,7 @@ EP_HD void epHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, uint
   h->railTails = epTake(&at, 8ull * s.ranks * channels);
   w->metaFlags = epTake(&at, 4ull * s.ranks);
   w->credits = epTake(&at, 4ull * s.ranks);
+  w->hello = epTake(&at, 16ull * s.ranks);
   w->stageFlags = epTake(&at, 4ull * scaleUp * w->chunks);
   h->sumFlags = epTake(&at, 4 * sums * s.maxTokens);
   w->meta = epTake(&at, 2 * 4ull * s.ranks * s.maxTokens * w->metaWords);

@@ -155,6 +155,7 @@ template <class F> DEV bool ep_ll_each_domain(const epPlace &w, uint32_t index, 
 
 /* ---- Greetings ----------------------------------------------------------------------------------------------------- */
 
+/* Rails are not told which operation it is: a greeting may overtake the one before, so that only their number means something. */
 template <class C> DEV void ep_ll_greet_far(const epLlRail &net, const C c, const epGroupArgs &g) {
   epPlace w = ep_place(c, g);
 #pragma unroll 1

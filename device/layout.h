@@ -19,6 +19,7 @@
  *   stageFlags  u32 [R][chunks]     EP_FLAG of the operation whose chunk of rows from r is complete; a chunk is
  *                                   epChunkRows(row bytes) rows, or in combine a span of one: chunks = rows * spans
  *   credits     u32 [R]             generation of the last operation that peer r has finished reading
+ *   hello       u64 [R][2]          what peer r says of the operations that it begins: kind_layout.h
  *   stage       u8  [R-1][B][stride] rows on their way: token bytes, K FP32 weights and scales, each padded to 16; for combines
  *                                   without partial sums [R-1][B][K][stride], a row for each k
  *
@@ -92,7 +93,7 @@ typedef struct epShape {
 EP_HD uint32_t epShapeSingle(const epShape *s) { return s->stageRows > s->maxTokens; }
 
 typedef struct epWindowLayout {
-  uint64_t counts, replies, meta, metaFlags, stageFlags, credits, outputs, stage, bytes;
+  uint64_t counts, replies, meta, metaFlags, stageFlags, credits, outputs, hello, stage, bytes;
   uint64_t stageStride; /* bytes of a staging row */
   uint32_t chunks;      /* flags per peer */
   uint32_t metaWords;   /* u32 words of a meta row in the window: 1 + group top-k */
@@ -144,6 +145,7 @@ EP_HD epWindowLayout epWindowLayoutOf(epShape s) {
   w.metaFlags = epTake(&at, 4ull * s.ranks);
   w.credits = epTake(&at, 4ull * s.ranks);
   w.outputs = epTake(&at, 16ull * s.ranks);
+  w.hello = epTake(&at, 16ull * s.ranks);
   w.stageFlags = epTake(&at, 4ull * s.ranks * w.chunks);
   w.meta = epTake(&at, 2 * 4ull * s.ranks * s.maxTokens * w.metaWords);
   w.stage = epTake(&at, (s.ranks - 1ull) * s.stageRows * w.stageStride);
@@ -160,7 +162,8 @@ typedef struct epRecordHeader {
   uint32_t tokens;      /* T of the routing in the record */
   uint32_t generation;  /* of the update that wrote it; 0: none, or one that gave up: nothing else may be trusted */
   uint32_t epoch;       /* with masks: of the group when it was written */
-  uint32_t pad[4];
+  uint32_t dispatched;  /* low latency: generation of the dispatch that filled it */
+  uint32_t pad[3];
 } epRecordHeader;
 
 EP_HD epRecordLayout epRecordLayoutOf(uint32_t ranks, uint32_t experts, uint32_t topk, uint32_t maxTokens) {

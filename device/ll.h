@@ -161,10 +161,15 @@ template <class C> DEV void ep_ll_end(const C c, const epGroupArgs &g, const epL
     p::st_relaxed_sys(&state->stageGen, op.gen);
 }
 
-/* The last warp of the last block, at its start (a release stalls where rows are being stored): every peer may know that what
- * this rank did before is finished. Its part of the stage is cleared first. Of a staged operation the sending part greets, and the
- * receiving part waits for greetings. */
-template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op) {
+/* What the operation is (kind_layout.h). A combine goes along what a dispatch left in the record. */
+template <class C, class A> DEV uint32_t ep_ll_kind(const C c, const A &a, uint32_t kernel) {
+  const epRecordHeader *h = (const epRecordHeader *)(a.record + a.recordLayout.header);
+  return ep_kind(c, kernel, kernel == EP_KERNEL_LL_COMBINE ? p::ldg<uint32_t>(&h->dispatched) : 0);
+}
+
+/* Whole warp: every peer may know that what this rank did before is finished, and what it does now. Its part of the stage is cleared first. */
+template <class C>
+DEV void ep_ll_greet(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op, uint32_t kind) {
   uint64_t units = w.rowStride * (c.ranks - 1) * g.maxTokens / 16;
   uint8_t *half = ep_ll_window(g.rank) + w.stage + ((op.gen + 1) & 1) * units * 16;
   epLlSlice s = epLlSliceOf(units, op.gen);
@@ -175,31 +180,47 @@ template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const e
 #pragma unroll 1
   for (uint32_t r = p::lane(); r < c.ranks; r += 32)
     if (r != g.rank && !ep_ll_left_out(c, r) && !ep_ll_far(c, r))
-      p::st_release_sys((uint32_t *)(ep_ll_window(r) + w.hello) + g.rank, op.gen);
+      p::st_release_sys(ep_hello(g, ep_ll_window(r), g.rank, op.gen), (uint64_t)op.gen << 32 | kind);
+}
+
+/* A combine that applies the weights, which travel first. */
+template <class C> DEV bool ep_ll_weighs(const C c, uint32_t kernel) {
+  return kernel == EP_KERNEL_LL_COMBINE && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
 }
 template <class C> DEV void ep_ll_greet_far(const epLlOneDomain &, const C, const epGroupArgs &) {}
 template <class C> DEV void ep_ll_greeted_far(const epLlOneDomain &, const C, const epGroupArgs &, const epLlOp &, uint32_t) {}
 
 /* The last block of a sending part. */
-template <class C, class A, class N> DEV void ep_ll_greeter(const C c, const A &a, const N &net) {
+template <class C, class A, class N> DEV void ep_ll_greeter(const C c, const A &a, const N &net, uint32_t kernel) {
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   ep_ll_launch(c);
-  if (!op.lost && p::warp() == 0) {
-    ep_ll_greet(c, a.group, a.window, op);
+  if (!op.lost && p::warp() == 0 && !ep_ll_weighs(c, kernel)) {
+    uint32_t kind = ep_ll_kind(c, a, kernel);
+    ep_ll_greet(c, a.group, a.window, op, kind);
     ep_ll_greet_far(net, c, a.group);
   }
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
-/* The same warp, at its end. */
-template <class C>
-DEV void ep_ll_greeted(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op, uint32_t phase) {
-  const uint32_t *hello = (const uint32_t *)(ep_ll_window(g.rank) + w.hello);
-#pragma unroll 1
-  for (uint32_t r = p::lane(); r < c.ranks && c.bug != EP_BUG_NO_CREDIT; r += 32)
-    if (r != g.rank && !ep_ll_far(c, r) && !ep_await_flag(c, g, hello + r, op.gen, phase, r) && ep_stopped(c, g))
-      return;
+/* The last warp of the first block, when it has sent what others wait for (a release stalls where rows are being stored): greets. Of a staged
+ * operation the sending part does, by a block of its own; where it waits for peers anyway, for weights, by the first one, too. */
+template <class C, class A, class N> DEV_APART void ep_ll_hello(const C c, const A &a, const N &net, const epLlOp &op, uint32_t kernel) {
+  uint32_t kind = ep_ll_kind(c, a, kernel);
+  if (p::warp() != c.threads / 32 - 1 || c.part == EP_PART_RECEIVE || (c.part == EP_PART_SEND && !ep_ll_weighs(c, kernel)))
+    return;
+  ep_ll_greet(c, a.group, a.window, op, kind);
+  ep_ll_greet_far(net, c, a.group);
+}
+
+/* The same warp: waits for greetings. */
+template <class C, class A, class N> DEV_APART void ep_ll_greeted(const C c, const A &a, const N &net, const epLlOp &op, uint32_t kernel) {
+  uint32_t kind = ep_ll_kind(c, a, kernel), ups = c.scaleUp ? c.scaleUp : c.ranks, first = a.group.rank / ups * ups;
+  uint32_t phase = kernel == EP_KERNEL_LL_COMBINE ? EP_PHASE_COMBINE_CREDIT : EP_PHASE_DISPATCH_CREDIT;
+  if (p::warp() != c.threads / 32 - 1 || (c.part == EP_PART_SEND && !ep_ll_weighs(c, kernel)) || c.bug == EP_BUG_NO_CREDIT)
+    return;
+  ep_greeted<true>(c, a.group, first, first + ups, op.gen, kind, phase);
+  ep_ll_greeted_far(net, c, a.group, op, phase);
 }
 
 /* ---- Units --------------------------------------------------------------------------------------------------------- */

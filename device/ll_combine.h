@@ -4,7 +4,8 @@
  *   push      rank-major: a warp a strip of an arrived row, sent as it is. 3-D expert-major: the strip's slots, each
  *             weighted by fused multiply-add, summed in ascending k in FP32 and rounded once: one row a rank crosses the link,
  *             not one a slot. The weights are known to the token's rank alone: its block 0 sends them, as words that carry
- *             their generation, and does nothing else; they arrive while the slots are being read
+ *             their generation, and does little else; they arrive while the slots are being read
+ *   greeting  by block 0, behind its rows or weights
  *   reduce    a warp a strip of a token: the ranks' rows in the order of the highest k each holds, FP32, rounded once; this
  *             rank's own share is made on the spot
  *
@@ -86,7 +87,8 @@ template <class C> DEV uint32_t ep_ll_source_rows(const C c, uint32_t s) { retur
 /* Whole block: the weights for other domains' ranks, and from there. */
 template <class C> DEV void ep_ll_weights_far(const epLlOneDomain &, const C, const epLlCombineArgs &, const epLlOp &, uint32_t) {}
 
-/* Block 0: this rank's weights to the owners of their experts. It waits for nothing but other domains' blocks 0. */
+/* Block 0: this rank's weights to the owners of their experts, then its greeting. It waits for nothing but what blocks 0 of its peers send at
+ * once. */
 template <class C, class N> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs &a, const N &net) {
   uint32_t n = c.topk * ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
   const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
@@ -117,7 +119,9 @@ template <class C, class N> DEV void ep_ll_send_weights(const C c, const epLlCom
                           (uint64_t)op.gen << 32 | p::as_u32(w[i]));
     }
   }
+  ep_ll_hello(c, a, net, op, EP_KERNEL_LL_COMBINE);
   ep_ll_weights_far(net, c, a, op, n);
+  ep_ll_greeted(c, a, net, op, EP_KERNEL_LL_COMBINE);
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -215,7 +219,7 @@ template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a,
 }
 
 /* `blocks`: those that return rows, with block 0. */
-template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, uint32_t blocks) {
+template <class C, class N> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, const N &net, uint32_t blocks) {
   uint32_t before = c.layout == EP_LAYOUT_KIND_RANK_MAJOR ? 0 : 1, warps = (blocks - before) * (c.threads / 32);
   uint32_t index = p::warp() * (blocks - before) + p::bid() - before, most = 0, t = p::tid(), count = 0;
   const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
@@ -255,6 +259,10 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, ui
     ep_ll_back_confirm(c, a, x);
     if (!ep_ll_back_send(c, a, op, x) && ep_stopped(c, a.group))
       break;
+  }
+  if (!before && p::bid() == 0) {
+    ep_ll_hello(c, a, net, op, EP_KERNEL_LL_COMBINE);
+    ep_ll_greeted(c, a, net, op, EP_KERNEL_LL_COMBINE);
   }
   ep_ll_end(c, a.group, op, a.blocks);
 }
@@ -392,10 +400,8 @@ template <class C, class N> DEV void ep_ll_reduce_all(const C c, const epLlCombi
   ep_ll_launch(c);
   if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(c, a.group, op, a.blocks);
-  if (c.part == EP_PART_WHOLE && index == warps - 1) {
-    ep_ll_greet(c, a.group, a.window, op);
-    ep_ll_greet_far(net, c, a.group);
-  }
+  if (c.part == EP_PART_RECEIVE && p::bid() == 0)
+    ep_ll_greeted(c, a, net, op, EP_KERNEL_LL_COMBINE);
 #pragma unroll 1
   for (uint32_t i = index; i < items; i += warps) {
     if (i != index)
@@ -405,11 +411,8 @@ template <class C, class N> DEV void ep_ll_reduce_all(const C c, const epLlCombi
     if (!ok && ep_stopped(c, a.group))
       break;
   }
-  if (index == warps - 1) {
-    ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_COMBINE_CREDIT);
-    ep_ll_greeted_far(net, c, a.group, op, EP_PHASE_COMBINE_CREDIT);
+  if (index == warps - 1)
     ep_ll_rows_came(net, c, a, op);
-  }
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -435,11 +438,11 @@ template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
   if (c.part == EP_PART_RECEIVE || (c.part == EP_PART_WHOLE && p::bid() >= a.pushBlocks))
     ep_ll_reduce_all(c, a, net);
   else if (c.part == EP_PART_SEND && p::bid() >= a.pushBlocks)
-    ep_ll_greeter(c, a, net);
+    ep_ll_greeter(c, a, net, EP_KERNEL_LL_COMBINE);
   else if (p::bid() == 0 && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
     ep_ll_send_weights(c, a, net);
   else
-    ep_ll_return(c, a, a.pushBlocks);
+    ep_ll_return(c, a, net, a.pushBlocks);
   if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
     ep_ll_reduce_again(c, a);
   ep_profile_end(profile, p::bid() >= a.pushBlocks ? EP_SPAN_RECEIVE : EP_SPAN_SEND, a.blocks);

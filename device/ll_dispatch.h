@@ -264,10 +264,14 @@ DEV void ep_ll_clerk_receives(const C c, const epLlDispatchArgs &a, const N &net
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   ep_ll_launch(c);
+  if (!op.lost)
+    ep_ll_greeted(c, a, net, op, EP_KERNEL_LL_DISPATCH);
   if (!op.lost && ep_ll_counts_from_far(net, c, a, op) && (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op))) {
     ep_ll_tell_counts(c, a);
-    if (p::tid() == 0)
+    if (p::tid() == 0) {
       p::stg<uint32_t>(&header->generation, EP_LL_DISPATCHED);
+      p::stg<uint32_t>(&header->dispatched, op.gen);
+    }
   }
   ep_ll_end(c, a.group, op, a.blocks);
 }
@@ -295,10 +299,13 @@ template <class C, class N> DEV void ep_ll_clerk(const C c, const epLlDispatchAr
     if (a.decisions.borrowed)
       ep_ll_write_header(c, a.group, header, T);
     p::stg<uint32_t>(&header->generation, c.part == EP_PART_SEND ? EP_LL_UPDATED : EP_LL_DISPATCHED);
+    p::stg<uint32_t>(&header->dispatched, op.gen);
     p::st_relaxed_sys(&ep_state(a.group)->indexClaimed, 0);
   }
   if (c.mask)
     p::stg<uint32_t>(&header->epoch, p::ld_relaxed_sys(&ep_mask_state(c, a.group)->epoch));
+  ep_ll_hello(c, a, net, op, EP_KERNEL_LL_DISPATCH);
+  ep_ll_greeted(c, a, net, op, EP_KERNEL_LL_DISPATCH);
   if (c.part == EP_PART_WHOLE && ep_ll_counts_from_far(net, c, a, op) &&
       (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op)))
     ep_ll_tell_counts(c, a);
@@ -804,7 +811,7 @@ template <class C> DEV_APART void ep_ll_empty(const C c, const epLlDispatchArgs 
 }
 
 /* `before`: blocks of other roles. */
-template <class C, class N> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a, const N &net, uint32_t before) {
+template <class C> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a, uint32_t before) {
   uint32_t warps = (a.blocks - before) * (c.threads / 32);
   uint32_t index = p::warp() * (a.blocks - before) + p::bid() - before; /* few items lie on as many SMs */
   epLlOp op = ep_ll_begin(
@@ -812,20 +819,12 @@ template <class C, class N> DEV void ep_ll_receive(const C c, const epLlDispatch
   ep_ll_launch(c);
   if (op.lost)
     return ep_ll_end(c, a.group, op, a.blocks);
-  if (c.part == EP_PART_WHOLE && index == warps - 1) {
-    ep_ll_greet(c, a.group, a.window, op);
-    ep_ll_greet_far(net, c, a.group);
-  }
   if (c.mask)
     ep_ll_take_living(c, a, op, index, warps);
   else if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
     ep_ll_take_rank_major(c, a, op, index, warps);
   else
     ep_ll_take_expert_major(c, a, op, index, warps);
-  if (index == warps - 1) {
-    ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_DISPATCH_CREDIT);
-    ep_ll_greeted_far(net, c, a.group, op, EP_PHASE_DISPATCH_CREDIT);
-  }
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -838,9 +837,9 @@ template <class C> DEV void ep_ll_dispatch(const C c, const epLlDispatchArgs &a)
   else if (c.part != EP_PART_RECEIVE && p::bid() <= a.pushBlocks)
     ep_ll_push(c, a, net);
   else if (c.part == EP_PART_SEND)
-    ep_ll_greeter(c, a, net);
+    ep_ll_greeter(c, a, net, EP_KERNEL_LL_DISPATCH);
   else
-    ep_ll_receive(c, a, net, a.pushBlocks + 1);
+    ep_ll_receive(c, a, a.pushBlocks + 1);
   if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
     ep_ll_empty(c, a);
   ep_profile_end(profile, p::bid() == 0 ? EP_SPAN_RECORD : p::bid() <= a.pushBlocks ? EP_SPAN_SEND : EP_SPAN_RECEIVE, a.blocks);

@@ -133,6 +133,16 @@ template <class C> DEV void ep_beat(const C c, const epGroupArgs &g, uint64_t no
     if (r != g.rank && !ep_masked(c, g, r)) ep_rail_says(c, g, EP_RAIL_BEAT, r, 1);
 }
 
+/* The peer has masked this rank, which masks it in turn. */
+template <class C>
+DEV bool ep_masked_by(const C c, const epGroupArgs &g, uint32_t phase, uint32_t peer, uint32_t expected, uint32_t seen) {
+  const uint32_t *words = (const uint32_t *)(ep_mask_home(c, g, g.rank) + ep_mask_window(c, g).told);
+  uint32_t told = ep_is_far(c, g, peer) ? (uint32_t)ep_rail_hears(c, g, EP_RAIL_TOLD, peer) : p::ld_relaxed_sys(words + peer);
+  if (told <= p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch)) return false;
+  ep_mask_out(c, g, EP_ERR_MASKED_BY, phase, peer, expected, seen);
+  return true;
+}
+
 struct epPatience {
   uint64_t start, lifeAt; /* lifeAt: when the peer was last seen to live, 0: not yet */
   uint64_t before;        /* how long the block has been in the operation, as far as it shortens the wait */
@@ -173,15 +183,9 @@ DEV_APART bool ep_peer_gives_up(const C c, const epGroupArgs &g, epPatience &w, 
   if (ep_masked(c, g, peer)) return true;
   const uint8_t *mine = ep_mask_home(c, g, g.rank);
   epMaskWindow words = ep_mask_window(c, g);
-  bool far = ep_is_far(c, g, peer);
-  uint32_t told = far ? (uint32_t)ep_rail_hears(c, g, EP_RAIL_TOLD, peer)
-                      : p::ld_relaxed_sys((const uint32_t *)(mine + words.told) + peer);
-  if (told > p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch)) {
-    ep_mask_out(c, g, EP_ERR_MASKED_BY, phase, peer, expected, seen);
-    return true;
-  }
-  uint32_t life = far ? (uint32_t)ep_rail_hears(c, g, EP_RAIL_BEAT, peer)
-                      : p::ld_relaxed_sys((const uint32_t *)(mine + words.beats) + peer);
+  if (ep_masked_by(c, g, phase, peer, expected, seen)) return true;
+  uint32_t life = ep_is_far(c, g, peer) ? (uint32_t)ep_rail_hears(c, g, EP_RAIL_BEAT, peer)
+                                        : p::ld_relaxed_sys((const uint32_t *)(mine + words.beats) + peer);
   if (round > 15 && life != w.life) w.lifeAt = now;
   w.life = life;
   if (waited <= most / 16) return false;
@@ -228,14 +232,14 @@ DEV bool ep_await_flag(const C c, const epGroupArgs &g, const uint32_t *flag, ui
 }
 
 /* ep_wait_word of group.h, the same way. */
-template <class C>
+template <bool ACQUIRE = false, class C>
 DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, uint32_t want, uint32_t phase, uint32_t peer,
                        uint32_t *value) {
-  if (!c.mask) return ep_wait_word(g, word, want, phase, peer, value);
+  if (!c.mask) return ep_wait_word<ACQUIRE>(g, word, want, phase, peer, value);
   epPatience w = {};
   if (peer != g.rank && ep_masked(c, g, peer)) return false;
   for (uint32_t round = 0;; round++) {
-    uint64_t v = p::ld_relaxed_sys(word);
+    uint64_t v = ACQUIRE ? p::ld_acquire_sys(word) : p::ld_relaxed_sys(word);
     *value = (uint32_t)v;
     if ((uint32_t)(v >> 32) == want) {
       if (round) ep_profile_waited(g, w.start, phase, peer);

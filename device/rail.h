@@ -116,10 +116,48 @@ DEV bool ep_wait_rails(uint32_t threads, const epGroupArgs &g, const epHybridGro
   return ep_block_agrees(ok);
 }
 
-/* Whole block: the ranks of the domain have read what operation gen - 1 and earlier left in my staging, and I in mine. The
- * first block passes it on: then my rail may write to me again. */
+/* A rail's greeting is the upper half of a signal whose lower half counts operations: to be added in operation gen, as the one before was its kind,
+ * which this rank has kept. With masks only operations are counted. */
+template <class C> DEV uint64_t ep_rail_greeting(const C c, const epGroupArgs &g, uint32_t gen, uint32_t kind) {
+  if (c.mask)
+    return 1;
+  uint32_t before = (uint32_t)p::ld_relaxed_sys(ep_hello(g, ep_window(g, g.rank), g.rank, gen - 1));
+  return (uint64_t)(kind - before) << 32 | 1;
+}
+/* One thread: waits for it. False: gave up, or the rail is in another operation: *its. */
 template <class C>
-DEV bool ep_domain_credits(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t phase) {
+DEV bool ep_rail_agrees(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t signal, uint32_t gen, uint32_t kind, uint32_t phase,
+                        uint32_t peer, uint32_t *its) {
+  uint64_t seen = 0;
+  if (!ep_wait_value(g, [&] { return seen = p::gin_read(h.gin, 0, signal); }, c.bug == EP_BUG_GIN_SLOT_EARLY ? gen - 1 : gen,
+                     EP_GENERATION_ROLL, phase, peer))
+    return false;
+  if ((uint32_t)seen != gen) /* it may be ahead already, when another block has seen this one */
+    return true;
+  *its = (uint32_t)(seen >> 32);
+  return ep_kind_agrees(c, g, gen, kind, (uint32_t)(seen >> 32), phase, peer);
+}
+
+/* One thread: what operation gen is, to the other ranks of the domain. */
+template <class C> DEV void ep_domain_greet(const C c, const epGroupArgs &g, uint32_t gen, uint32_t kind) {
+  uint32_t first = g.rank / c.scaleUp * c.scaleUp;
+  for (uint32_t u = 0; u < c.scaleUp; u++)
+    if (first + u != g.rank)
+      p::st_relaxed_sys(ep_hello(g, ep_window(g, first + u), g.rank, gen), (uint64_t)gen << 32 | kind);
+}
+
+/* The last warp of the first block: when it has sent, or before it receives, as the first blocks of all ranks greet before they wait for
+ * anything but credits. Not in a dispatch's sending part, which waits for nothing else either. */
+template <class C> DEV void ep_domain_greeted(const C c, const epGroupArgs &g, uint32_t gen, uint32_t kind, uint32_t phase) {
+  uint32_t first = g.rank / c.scaleUp * c.scaleUp;
+  if (!c.mask && p::bid() == 0 && p::warp() == c.threads / 32 - 1)
+    ep_greeted(c, g, first, first + c.scaleUp, gen, kind, phase);
+}
+
+/* Whole block: the ranks of the domain have read what operation gen - 1 and earlier left in my staging, and I in mine. The
+ * first block passes it on, with this operation's greeting: then my rail may write to me again. */
+template <class C>
+DEV bool ep_domain_credits(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t kind, uint32_t phase) {
   epPlace w = ep_place(c, g);
   const uint32_t *credits = (const uint32_t *)(ep_window(g, g.rank) + g.window.credits) + w.domain * w.ups;
   bool ok = true;
@@ -128,23 +166,38 @@ DEV bool ep_domain_credits(const C c, const epGroupArgs &g, const epHybridGroup 
       ok = ep_take(c, g, ep_await_flag(c, g, credits + u, gen - 1, phase, w.domain * w.ups + u), ep_left_near(c, u));
   if (!ep_block_agrees(ok))
     return false;
-  for (uint32_t o = p::tid(); p::bid() == 0 && o < w.domains; o += c.threads)
+  if (p::bid() != 0)
+    return true;
+  if (p::tid() == 0)
+    p::st_relaxed_sys(ep_hello(g, ep_window(g, g.rank), g.rank, gen), (uint64_t)gen << 32 | kind);
+  uint64_t add = ep_rail_greeting(c, g, gen, kind);
+  for (uint32_t o = p::tid(); o < w.domains; o += c.threads)
     if (o != w.domain && !ep_rail_masked(c, g, o)) {
       ep_rail_sends(c, g, h, o, 2, 1);
-      p::gin_signal_weak(h.gin, 0, o, epSignalCredit(w.domains, w.domain), 1);
+      p::gin_signal_weak(h.gin, 0, o, epSignalCredit(w.domains, w.domain), add);
     }
   return true;
 }
 
-/* Whole block: my rail may be written to. */
+/* Whole block: my rail may be written to, and does what I do. The first block tells the domain what that is, or who does something
+ * else. */
 template <class C>
-DEV bool ep_rail_credits(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t phase) {
+DEV bool ep_rail_credits(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t kind, uint32_t phase) {
   epPlace w = ep_place(c, g);
   if (c.mask)
     return ep_await_rails(c, g, h.gin, gen, phase, [&](uint32_t o) { return epSignalCredit(w.domains, o); },
                           [&](uint32_t o, bool came) { ep_take(c, g, came, ep_left_rail(c, o)); });
-  return ep_wait_rails(c.threads, g, h, w, c.bug == EP_BUG_GIN_SLOT_EARLY ? gen - 1 : gen, phase,
-                       [&](uint32_t o) { return epSignalCredit(w.domains, o); });
+  bool ok = true;
+  for (uint32_t o = p::tid(); o < w.domains && ok; o += c.threads) {
+    uint32_t its = kind, peer = o * w.ups + w.up;
+    ok = o == w.domain || ep_rail_agrees(c, g, h, epSignalCredit(w.domains, o), gen, kind, phase, peer, &its);
+    if (its != kind && !ok && p::bid() == 0)
+      ep_domain_greet(c, g, gen, epKindElsewhere(kind, its, peer));
+  }
+  ok = ep_block_agrees(ok);
+  if (ok && p::bid() == 0 && p::tid() == 0)
+    ep_domain_greet(c, g, gen, kind);
+  return ok;
 }
 
 /* ---- Places of rows ----------------------------------------------------------------------------------------------- */

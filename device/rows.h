@@ -15,7 +15,7 @@
 #ifndef EP_DEVICE_ROWS_H_
 #define EP_DEVICE_ROWS_H_
 
-#include "mask.h"
+#include "kind.h"
 
 template <class C> DEV epConfig ep_plain_config(const C c) {
   epConfig plain;
@@ -303,10 +303,11 @@ template <class C> DEV void ep_bug_wait_unscheduled(const C c, const epGroupArgs
     p::st_release_sys(&ep_state(g)->epilogueStarted, 1);
 }
 
-/* False: the update before this gave up (and has said so), or there was none: there is nothing to move. */
-DEV bool ep_record_usable(const epRecordLayout &rl, const uint8_t *record) {
-  return p::ldg<uint32_t>(&((const epRecordHeader *)(record + rl.header))->generation) != 0;
+/* Of the update that made the record. 0: that gave up (and has said so), or there was none: there is nothing to move. */
+DEV uint32_t ep_record_made(const epRecordLayout &rl, const uint8_t *record) {
+  return p::ldg<uint32_t>(&((const epRecordHeader *)(record + rl.header))->generation);
 }
+DEV bool ep_record_usable(const epRecordLayout &rl, const uint8_t *record) { return ep_record_made(rl, record) != 0; }
 
 /* Tokens of the routing, never more than the record holds: a caller may bring a record of fewer than its tensor. */
 DEV uint32_t ep_tokens(const epRecordLayout &rl, const uint8_t *record, uint32_t given) {
@@ -356,6 +357,20 @@ template <class C> DEV uint32_t ep_most_rows(const C c, const epPipe &q) {
   return ep_warp_max(most);
 }
 
+/* The signallers of the first block that sends and of the first that receives, which has nothing else to do: the one tells the peers which
+ * operation this is, the other looks whether it is theirs. */
+template <class C>
+DEV void ep_meet_peers(const C c, const epGroupArgs &g, const epPipe &q, uint32_t gen, uint32_t kind, bool push, bool usable) {
+  if (!push && usable)
+    ep_greeted(c, g, 0, c.ranks, gen, kind,
+               EP_KIND_OF(kind) == EP_KIND_COMBINE ? EP_PHASE_COMBINE_ROWS : EP_PHASE_DISPATCH_ROWS);
+  for (uint32_t r = p::lane(); push && r < c.ranks; r += 32) {
+    if (r == g.rank || ep_masked(c, g, r)) continue;
+    uint8_t *window = c.mask ? ep_window(g, r) : ep_peer(q, r); /* with masks the table is about to be written */
+    p::st_relaxed_sys(ep_hello(g, window, g.rank, gen), (uint64_t)gen << 32 | kind);
+  }
+}
+
 /* Dispatch and combine alike: the first blocks send, the warps of the others receive, and all end together. With `Joins`, warps whose
  * `send` says so receive after it. What receivers need first, whole blocks get in `before`; a fused dispatch's senders need no
  * record. */
@@ -367,13 +382,15 @@ DEV void ep_operation(const C c, const Args &a, uint32_t kind, Before before, Se
   bool push = c.part == EP_PART_WHOLE ? p::bid() < a.pushBlocks : c.part == EP_PART_SEND, usable = push || before(gen);
   if (!push && c.fused) ep_profile_span(profile, EP_SPAN_RECORD);
   bool record = usable && !(push && c.fused);
+  uint32_t made = record ? ep_record_made(a.recordLayout, a.record) : 0;
   if (record)
-    usable = ep_record_usable(a.recordLayout, a.record) &&
-             ep_record_current(c, a.group, (const epRecordHeader *)(a.record + a.recordLayout.header));
+    usable = made != 0 && ep_record_current(c, a.group, (const epRecordHeader *)(a.record + a.recordLayout.header));
   epPipe q = ep_pipe(c, a.group);
   ep_bug_wait_unscheduled(c, a.group, push);
   if (record && usable) ep_keep_counts(c, a.recordLayout, a.record, q);
   p::sync_threads();
+  if (c.ranks > 1 && ep_is_signaller(c) && p::bid() == (push ? 0 : a.pushBlocks))
+    ep_meet_peers(c, a.group, q, gen, ep_kind(c, kind, made), push, usable);
   if constexpr (Joins) { /* one call for both: what receives is much of a kernel's text */
     bool receives = usable && !push && !ep_is_signaller(c);
     if (usable && push) receives = send(q, gen);

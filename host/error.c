@@ -41,6 +41,28 @@ const char *epPhaseName(uint32_t phase) {
   }
 }
 
+/* "flat backward combine" */
+static void epKindText(uint32_t kind, char *text, size_t bytes) {
+  static const char *const kinds[] = {"another operation", "dispatch", "combine", "another operation"};
+  static const char *const layouts[] = {"flat", "expert-major", "rank-major", "3-D expert-major"};
+  snprintf(text, bytes, "%s %s%s", layouts[EP_KIND_LAYOUT_OF(kind)], EP_KIND_BACKWARD_OF(kind) ? "backward " : "",
+           kinds[EP_KIND_OF(kind)]);
+}
+
+/* What two ranks that are apart differ in: the operation, the width of its rows, or the handle. */
+static void epApartText(const struct ncclEpGroup *g, const epErrorRecord *e, char *text, size_t bytes) {
+  char mine[48], its[48];
+  const char *what = "";
+  epKindText(e->expected, mine, sizeof mine);
+  epKindText(e->seen, its, sizeof its);
+  if (strcmp(mine, its) == 0)
+    what = (e->expected ^ e->seen) > EP_KIND_ROUTING ? ", of rows of another width, type or top-k"
+           : epIsLl(g)                               ? ", along another dispatch's handle"
+                                                     : ", along another update's handle";
+  snprintf(text, bytes, "rank %u is in %s (operation %u)%s, while rank %d is in %s: expected the same on all ranks",
+           e->peer, its, e->operation, what, g->topology.rank, mine);
+}
+
 static void epLostText(const struct ncclEpGroup *g, const epErrorRecord *e, char *text, size_t bytes) {
   if (e->code == EP_ERR_MISMATCH) { /* the words compared are EP_ROWS_TAG */
     snprintf(text, bytes,
@@ -48,6 +70,10 @@ static void epLostText(const struct ncclEpGroup *g, const epErrorRecord *e, char
              "the same on all ranks",
              g->topology.rank, e->expected >> 1, e->expected & 1 ? "expert-major" : "flat", e->peer, e->seen >> 1,
              e->seen & 1 ? "expert-major" : "flat");
+    return;
+  }
+  if (e->code == EP_ERR_APART) {
+    epApartText(g, e, text, bytes);
     return;
   }
   if (e->code == EP_LOST_OVERFLOW) {
@@ -204,6 +230,8 @@ static int epInfoCode(uint32_t code) {
     return 2;
   case EP_ERR_MISMATCH:
     return 5;
+  case EP_ERR_APART:
+    return 8;
   case EP_ERR_MASKED_BY:
     return 6;
   case EP_ERR_STALE_RECORD:
@@ -227,8 +255,8 @@ void epGroupErrorInfo(struct ncclEpGroup *g, ncclEpErrorInfo_t *info) {
   if (code != EP_ERR_NONE) {
     info->code = epInfoCode(code);
     info->peer = (int)e->peer;
-    info->expected = e->expected;
-    info->seen = e->seen;
+    info->expected = code == EP_ERR_APART ? e->operation : e->expected;
+    info->seen = code == EP_ERR_APART ? e->operation : e->seen;
     snprintf(info->phase, sizeof info->phase, "%s", epPhaseName(e->phase));
     epLostText(g, e, info->text, sizeof info->text);
   } else if (epShared(&e->badIndexCode)) {

@@ -179,7 +179,7 @@ ncclResult_t epGroupCreate(const char *call, ncclEpGroup_t *out, ncclComm_t comm
   if (r == ncclSuccess) r = epRefuseCapture(call, g, NULL, "a group cannot be made then");
   if (r != ncclSuccess) goto release;
   g->windowLayout = epWindowLayoutOf(g->shape);
-  if (epIsLl(g)) g->windowLayout.bytes = epLlWindowLayoutOf(g->shape).bytes;
+  if (epIsLl(g)) epLlWindow(&g->shape, &g->windowLayout);
   g->scratchLayout = epScratchLayoutOf(g->shape.ranks, g->shape.experts);
   g->sms = epPolicySms(&g->topology, g->config.max_num_sms < NCCL_EP_SMS_FEW ? g->config.max_num_sms : 0);
   epGroupLinks(g);

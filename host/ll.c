@@ -13,6 +13,12 @@
 
 int epIsLl(const struct ncclEpGroup *g) { return g->config.algorithm == NCCL_EP_ALGO_LOW_LATENCY; }
 
+void epLlWindow(const epShape *s, epWindowLayout *w) {
+  epLlWindowLayout l = epLlWindowLayoutOf(*s);
+  w->hello = l.hello;
+  w->bytes = l.bytes;
+}
+
 ncclResult_t epLlWindowCheck(const char *call, const epShape *s, uint64_t bytes) {
   if (bytes <= EP_LL_MAX_WINDOW) return ncclSuccess;
   return epFail(ncclInvalidUsage,

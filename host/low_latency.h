@@ -6,6 +6,8 @@
 #include "streams.h"
 
 int epIsLl(const struct ncclEpGroup *group);
+/* Of the group's layout, what kernels of low latency look for there. */
+void epLlWindow(const epShape *shape, epWindowLayout *window);
 /* Refuses a window beyond what low latency is for. */
 ncclResult_t epLlWindowCheck(const char *call, const epShape *shape, uint64_t bytes);
 /* What sizes.c asks for; in several scale-up domains hybrid.c adds to it. */

@@ -25,7 +25,11 @@
  *              100 s where it is unset (30 s on the emulated fabric), with ncclSystemError or ncclInvalidUsage.
  *              A call that one rank alone refuses has not been made there: make it, corrected, on that rank before any
  *              other of the group. Ranks that are an operation apart (one dispatches while another combines, or two
- *              handles in another order) are not always told: rows of the wrong operation may be taken.
+ *              handles in another order) are told so: ncclEpGetErrorInfo, code 8, names a rank that is elsewhere and what both are
+ *              in. The outputs of that operation are undefined, and the group is lost. Not told are, in low latency, two handles
+ *              dispatched in another order (all rows arrive, on the handle of each rank's own call), ranks of different scale-up
+ *              domains in low latency, and any across domains with enable_mask. A rank that updates while another dispatches or
+ *              combines, or sends a staged operation while another makes a whole one, waits for the timeout.
  *   Equal      What ranks must agree on is not all checked. In one collective call all ranks give
  *                update    a handle of the same layout and top-k; topk_idx's type and T may differ, and so may the
  *                          alignment, which each rank uses for its own output
@@ -33,8 +37,8 @@
  *                          quant_recipe and bytes of a row of scales; the order of the output of scales, padding,
  *                          numbering of ids and rows of the output may differ
  *                combine   handles as in dispatch; the same hidden, element type and pass_direction
- *              Rows of different width on different ranks give undefined data or a timeout. A different top-k or layout
- *              in high throughput is found: ncclEpGetErrorInfo, code 5; in low latency it is not.
+ *              Rows of different width, type, pass, top-k or layout on different ranks are found by dispatch and combine as said
+ *              above: code 8. A different top-k or layout is found by a high-throughput update, too: code 5.
  *   Threads    Calls on different groups may run at the same time. Calls on one group, and on its handles, may come
  *              from any thread, one at a time, like calls on one NCCL communicator.
  *   Memory     Tensors are device memory, row-major and dense, owned by the caller, valid and (inputs) unmodified until

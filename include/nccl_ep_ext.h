@@ -30,7 +30,8 @@ typedef struct {
   unsigned int magic;
   int code;              /* 0 none, 1 a wait timed out, 2 aborted, 3 a topk_idx was out of range, 4 overflow,
                           * 5 ranks updated with different top-k or layout; with enable_mask 1 says that the peer is masked,
-                          * 6 that the peer has masked this rank, 7 that a handle was not updated since ncclEpMaskClean */
+                          * 6 that the peer has masked this rank, 7 that a handle was not updated since ncclEpMaskClean,
+                          * 8 the peer is in another operation than this rank (expected, seen: its number, the same on both) */
   int rank;              /* this rank */
   int peer;              /* rank waited for, or -1 */
   unsigned int expected; /* generation or count expected; rows needed for code 4 */

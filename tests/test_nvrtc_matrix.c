@@ -159,8 +159,10 @@ static int hasName(const epJitCode *code, const char *name) {
   return 0;
 }
 
-/* Bytes that may be spilled: in 3-D low latency, which fills the registers as it is, masks take a few more. */
+/* Bytes that may be spilled: in 3-D low latency, which fills the registers as it is, masks and profiling take a few
+ * more. */
 static int mostSpills(const matrixCase *c) {
+  if (c->kernel == EP_KERNEL_LL_COMBINE && (c->layout & 255) == PLACES && c->layout & PROFILED) return 32;
   return (c->layout & MASKS) && (c->layout & 255) == PLACES && c->kernel >= EP_KERNEL_LL_UPDATE && c->kernel != EP_KERNEL_MASK ? 256 : 0;
 }
 
