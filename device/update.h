@@ -375,9 +375,12 @@ template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, u
     uint32_t slot = ep_lds(g.zoneBase, e), n = ep_lds(g.zoneCount, e), padded = ep_lds(g.zoneBase, e + 1) - slot;
     p::stg<uint32_t>(zoneBase + e, slot);
     p::stg<uint32_t>(zoneCount + e, n);
-    ep_put_counter(a.expertOffsets, a.expertOffsetsWide, e, slot);
+    /* what computes along these must stay within the output */
+    uint32_t most = a.budget ? a.budget : EP_NONE, from = slot < most ? slot : most;
+    uint32_t end = slot + padded < most ? slot + padded : most;
+    ep_put_counter(a.expertOffsets, a.expertOffsetsWide, e, from);
     ep_put_counter(a.expertCounters, a.expertCountersWide, e,
-                   flat || a.expertCountersWide & EP_COUNTER_ADDS ? n : padded);
+                   flat || a.expertCountersWide & EP_COUNTER_ADDS ? n : end - from);
     for (uint32_t s = 0; s < c.ranks; s++) {
       uint64_t *reply = (uint64_t *)(ep_window(a.group, s) + a.group.window.replies);
       if (!ep_masked(c, a.group, s))

@@ -434,10 +434,13 @@ typedef struct {
   unsigned int size;
   unsigned int magic;
   ncclEpTensor_t *expert_counters;         /* [L] flat, rank-major: choices (token, k) of each local expert;
-                                              expert-major: slots (padded, in high throughput) */
+                                              expert-major: slots (padded, in high throughput, and cut where they
+                                              would pass max_recv_tokens_per_rank) */
   ncclEpTensor_t *src_rank_counters;       /* [R] low latency: tokens from each rank */
-  ncclEpTensor_t *expert_offsets;          /* [L] high throughput, expert-major: first slot of each local expert */
-  ncclEpTensor_t *recv_total_counter;      /* [1] flat, rank-major: received rows; expert-major: slots in all */
+  ncclEpTensor_t *expert_offsets;          /* [L] high throughput, expert-major: first slot of each local expert,
+                                              at most max_recv_tokens_per_rank */
+  ncclEpTensor_t *recv_total_counter;      /* [1] flat, rank-major: received rows; expert-major: slots in all; what did
+                                              not fit is counted */
   ncclEpExpertIdKind_t recv_topk_idx_kind; /* (version 2) numbering of dispatch's topk_idx output */
   unsigned char padding_v2[4];
 } ncclEpLayoutInfo_t;
