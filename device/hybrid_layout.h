@@ -11,8 +11,7 @@
  *   outReplies   u64 [O][U (L + 1)]        the same of replies
  *   outMeta      u32 [B][2][K]             my decisions: EP_ENTRY(expert, position) or EP_NONE; row at the owner
  *   railCounts, railReplies, railMeta      [2][O] of them, from the rank of my index in each domain; half = generation & 1
- *   railTails    u64 [U][O][C]             how far rank u of my domain has got what its rail sends it: tails as below. Each in a
- *                                          line of its own, because hundreds of warps poll them at once
+ *   railTails    u64 [U][O][C]             how far rank u of my domain has got what its rail sends it: tails as below
  *   stageFlags   u32 [U][B]                by writer: generation of the dispatch whose chunk of staged rows is complete
  *   sumFlags     u32 [O][P][B]             generation of the combine whose staged row is complete
  *   stage        u8  [rows][stride]        rows from ranks of my domain. Dispatch: [U - 1][B], by writer and token. Combine:
@@ -124,7 +123,7 @@ EP_HD void epHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, uint
   h->outReplies = epTake(&at, 8 * domains * domainWords);
   h->railCounts = epTake(&at, 2 * 8 * domains * (domainWords + 1));
   h->railReplies = epTake(&at, 2 * 8 * domains * domainWords);
-  h->railTails = epTake(&at, (uint64_t)EP_LINE * s.ranks * channels);
+  h->railTails = epTake(&at, 8ull * s.ranks * channels);
   w->metaFlags = epTake(&at, 4ull * s.ranks);
   w->credits = epTake(&at, 4ull * s.ranks);
   w->hello = epTake(&at, 16ull * s.ranks);

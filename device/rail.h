@@ -250,8 +250,8 @@ DEV uint32_t *ep_sum_flag(const C c, const epGroupArgs &g, const epHybridGroup &
 /* How far rank `up` of my domain has got what its rail's rank in domain o sends by a channel; in the window of `owner`. */
 DEV uint64_t *ep_tail_word(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t up,
                            uint32_t o, uint32_t channel) {
-  return (uint64_t *)(ep_window(g, w.domain * w.ups + owner) + h.layout.railTails +
-                      EP_LINE * (((uint64_t)up * w.domains + o) * h.layout.channels + channel));
+  return (uint64_t *)(ep_window(g, w.domain * w.ups + owner) + h.layout.railTails) +
+         ((uint64_t)up * w.domains + o) * h.layout.channels + channel;
 }
 
 /* ---- Rows ------------------------------------------------------------------------------------------------------------ */

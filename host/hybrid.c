@@ -21,9 +21,6 @@
  * large puts. Where GPUs drive the NIC a row goes as soon as it is there. */
 #define EP_PROXY_CONTEXTS 32u
 #define EP_PROXY_PUT_ROWS 16u
-/* And SMs that are left to it: what copies for the proxy may be a kernel, which finds no place while blocks that wait for it have
- * all SMs (T = 4096: 145 ms for a dispatch on all 132; the combine, half of whose blocks ended at once, took 1.8). */
-#define EP_PROXY_SMS 16u
 #define EP_EMU_PUT_ROWS 2u
 #define EP_MOST_PUT_ROWS 64u
 /* In low latency a channel is a block, which takes one chunk at a time: a power of two, so that blocks can divide them. */
@@ -190,8 +187,6 @@ ncclResult_t epPolicyHybridMove(const epTopology *t, unsigned sms, int kernelId,
   config->stageBytes = 0;
   config->threads = 32 * (t->arch ? EP_HYBRID_WARPS : EP_EMU_HYBRID_WARPS);
   channels = epChannelBlocks(epChannels(t), config->threads);
-  if (t->ginProxy && t->numSms > (int)(2 * EP_PROXY_SMS) && sms > (unsigned)t->numSms - EP_PROXY_SMS)
-    sms = (unsigned)t->numSms - EP_PROXY_SMS;
   blocks = sms < channels + 2 ? channels + 2 : sms;
   grid->threads = config->threads;
   grid->smemBytes = epHybridMoveSmem(config);
