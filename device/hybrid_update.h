@@ -313,8 +313,7 @@ template <class C> DEV void ep_hybrid_gather(const C c, const epHybridUpdateArgs
     uint32_t slot = ep_lds(g.zoneBase, e), n = ep_lds(g.zoneCount, e), padded = ep_lds(g.zoneBase, e + 1) - slot;
     p::stg<uint32_t>(zoneBase + e, slot);
     p::stg<uint32_t>(zoneCount + e, n);
-    ep_put_counter(u.expertOffsets, u.expertOffsetsWide, e, slot);
-    ep_put_counter(u.expertCounters, u.expertCountersWide, e, flat || u.expertCountersWide & EP_COUNTER_ADDS ? n : padded);
+    ep_put_zone(c, u, e, slot, n, padded);
     for (uint32_t s = 0; s < c.ranks; s++) {
       ep_hybrid_reply(c, a, s, e, slot, gen);
       p::stg<uint32_t>(slotBase + s * locals + e, slot);

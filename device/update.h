@@ -349,6 +349,16 @@ DEV void ep_update_host_counts(const C c, const epUpdateArgs &a, const epGather 
   }
 }
 
+/* Counter and offset of expert e, whose `padded` slots begin at `slot`: what computes along them must stay within the output. */
+template <class C>
+DEV void ep_put_zone(const C c, const epUpdateArgs &a, uint32_t e, uint32_t slot, uint32_t n, uint32_t padded) {
+  uint32_t most = a.budget ? a.budget : EP_NONE, from = slot < most ? slot : most;
+  uint32_t end = slot + padded < most ? slot + padded : most;
+  bool counts = c.layout == EP_LAYOUT_KIND_FLAT || (a.expertCountersWide & EP_COUNTER_ADDS);
+  ep_put_counter(a.expertOffsets, a.expertOffsetsWide, e, from);
+  ep_put_counter(a.expertCounters, a.expertCountersWide, e, counts ? n : end - from);
+}
+
 /* Block 0: totals of all sources -> bases, zones, counters, replies. */
 template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, uint32_t gen) {
   const epRecordLayout &rl = a.recordLayout;
@@ -375,12 +385,7 @@ template <class C> DEV void ep_update_gather(const C c, const epUpdateArgs &a, u
     uint32_t slot = ep_lds(g.zoneBase, e), n = ep_lds(g.zoneCount, e), padded = ep_lds(g.zoneBase, e + 1) - slot;
     p::stg<uint32_t>(zoneBase + e, slot);
     p::stg<uint32_t>(zoneCount + e, n);
-    /* what computes along these must stay within the output */
-    uint32_t most = a.budget ? a.budget : EP_NONE, from = slot < most ? slot : most;
-    uint32_t end = slot + padded < most ? slot + padded : most;
-    ep_put_counter(a.expertOffsets, a.expertOffsetsWide, e, from);
-    ep_put_counter(a.expertCounters, a.expertCountersWide, e,
-                   flat || a.expertCountersWide & EP_COUNTER_ADDS ? n : end - from);
+    ep_put_zone(c, a, e, slot, n, padded);
     for (uint32_t s = 0; s < c.ranks; s++) {
       uint64_t *reply = (uint64_t *)(ep_window(a.group, s) + a.group.window.replies);
       if (!ep_masked(c, a.group, s))
