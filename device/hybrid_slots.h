@@ -22,14 +22,12 @@ DEV uint64_t ep_slot_index(const C c, const epGroupArgs &g, const epPlace &w, ui
 template <class C>
 DEV uint8_t *ep_slot_row(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o, uint32_t k,
                          uint32_t t) {
-  return ep_window(g, w.domain * w.ups + owner) + g.window.stage +
-         ep_slot_index(c, g, w, owner, writer, o, k, t) * g.window.stageStride;
+  return ep_stage_at(g, w, owner, ep_slot_index(c, g, w, owner, writer, o, k, t));
 }
 template <class C>
 DEV uint32_t *ep_slot_flag(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t writer,
                            uint32_t o, uint32_t k, uint32_t t) {
-  return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + h.layout.sumFlags) +
-         ep_slot_index(c, g, w, owner, writer, o, k, t);
+  return ep_sum_flag_at(g, h, w, owner, ep_slot_index(c, g, w, owner, writer, o, k, t));
 }
 /* Window offset of slot k of token t from (to) domain o. */
 template <class C>

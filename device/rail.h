@@ -217,12 +217,18 @@ template <class C>
 DEV uint64_t ep_near_rows(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer) {
   return (uint64_t)epRegionOf(owner, writer) * (c.mask ? w.domains * g.stageRows : g.maxTokens);
 }
+/* Row `index` of the stage of rank `owner` of my domain, and of the flags of combine's rows. */
+DEV uint8_t *ep_stage_at(const epGroupArgs &g, const epPlace &w, uint32_t owner, uint64_t index) {
+  return ep_window(g, w.domain * w.ups + owner) + g.window.stage + index * g.window.stageStride;
+}
+DEV uint32_t *ep_sum_flag_at(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint64_t index) {
+  return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + h.layout.sumFlags) + index;
+}
 /* The row of token t that rank `writer` of my domain stages at rank `owner` of it, and the flag of its chunk i. Ranks by
  * index. */
 template <class C>
 DEV uint8_t *ep_near_row(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t t) {
-  uint64_t row = ep_near_rows(c, g, w, owner, writer) + t;
-  return ep_window(g, w.domain * w.ups + owner) + g.window.stage + row * g.window.stageStride;
+  return ep_stage_at(g, w, owner, ep_near_rows(c, g, w, owner, writer) + t);
 }
 DEV uint32_t *ep_near_flag(const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t i) {
   return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + g.window.stageFlags) + (uint64_t)writer * g.window.chunks + i;
@@ -238,14 +244,12 @@ DEV uint64_t ep_sum_index(const C c, const epGroupArgs &g, const epPlace &w, uin
 template <class C>
 DEV uint8_t *ep_sum_row(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o,
                         uint32_t place, uint32_t t) {
-  return ep_window(g, w.domain * w.ups + owner) + g.window.stage +
-         ep_sum_index(c, g, w, owner, writer, o, place, t) * g.window.stageStride;
+  return ep_stage_at(g, w, owner, ep_sum_index(c, g, w, owner, writer, o, place, t));
 }
 template <class C>
 DEV uint32_t *ep_sum_flag(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t writer,
                           uint32_t o, uint32_t place, uint32_t t) {
-  return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + h.layout.sumFlags) +
-         ep_sum_index(c, g, w, owner, writer, o, place, t);
+  return ep_sum_flag_at(g, h, w, owner, ep_sum_index(c, g, w, owner, writer, o, place, t));
 }
 /* How far rank `up` of my domain has got what its rail's rank in domain o sends by a channel; in the window of `owner`. */
 DEV uint64_t *ep_tail_word(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t up,

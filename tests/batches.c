@@ -179,3 +179,20 @@ void epSettingGroup(epTestRank *me, const setting *s) {
   config.enable_mask = s->masks != 0;
   EXPECT_OK(me, ncclEpCreateGroupExt(&me->group, me->comm, &config, &ext));
 }
+
+void epBatchesSend(epTestRank *me, const setting *s, batch *b, int combine) {
+  for (int i = 0; i < 2; i++)
+    EXPECT_OK(me, combine ? epBatchCombine(me, s, &b[i], 1, NULL) : epBatchDispatch(me, s, &b[i], 1, NULL));
+}
+
+void epBatchesComplete(epTestRank *me, batch *b, int first) {
+  EXPECT_OK(me, ncclEpComplete(b[first].handle, NULL, NULL));
+  EXPECT_OK(me, ncclEpComplete(b[!first].handle, NULL, NULL));
+}
+
+void epBatchesStaged(epTestRank *me, const setting *s, batch *b) {
+  for (unsigned i = 0; i < 2; i++) epBatchUpdate(me, s, &b[i], i);
+  epBatchesSend(me, s, b, 0), epBatchesComplete(me, b, 1);
+  epBatchesSend(me, s, b, 1), epBatchesComplete(me, b, 0);
+  for (unsigned i = 0; i < 2; i++) epBatchCheck(me, s, &b[i], i);
+}

@@ -52,4 +52,9 @@ ncclResult_t epBatchCombine(epTestRank *me, const setting *s, batch *b, int send
 /* Waits for the batch's stream. */
 void epBatchCheck(epTestRank *me, const setting *s, const batch *b, unsigned number);
 
+/* Two batches in flight: both are sent, both completed, number `first` before the other; a round of all, checked. */
+void epBatchesSend(epTestRank *me, const setting *s, batch *b, int combine);
+void epBatchesComplete(epTestRank *me, batch *b, int first);
+void epBatchesStaged(epTestRank *me, const setting *s, batch *b);
+
 #endif

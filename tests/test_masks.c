@@ -10,27 +10,9 @@
 #include <cmocka.h>
 
 #include "batches.h"
+#include "mask_plan.h"
 #include "masks.h"
 #include "rough.h"
-
-typedef enum { STOPPED, BY_HAND } how;
-
-typedef struct plan {
-  const epRound *whole;  /* all ranks */
-  const epRound *holes;  /* routed by all, moved without the one that is gone */
-  const epRound *masked; /* without it from the update on */
-  int phase;             /* it stops before: 0 update, 1 dispatch, 2 combine */
-  how how;
-  int back; /* it is re-admitted */
-  pthread_barrier_t meet;
-} plan;
-
-/* A layer; with BY_HAND the caller masks the rank itself. */
-static void layer(epTestRank *me, epRun *run, const epRound *round) {
-  epRunUpdate(me, run, round);
-  epRunDispatch(me, run);
-  epRunCombine(me, run);
-}
 
 /* What the others see. */
 static void survive(epTestRank *me, epRun *run, plan *p) {
@@ -52,11 +34,24 @@ static void survive(epTestRank *me, epRun *run, plan *p) {
   expectMask(me, "after the wait", GONE);
   if (p->how != BY_HAND) expectNamed(me);
   from = clockOf(me);
-  layer(me, run, p->masked);
+  epPlanLayer(me, run, p->masked);
   epRunBackward(me, run);
   run->borrow = !run->borrow;
-  layer(me, run, p->masked);
+  epPlanLayer(me, run, p->masked);
   expectQuick(me, from);
+  epExpectNoAsyncError(me);
+}
+
+/* All together again, exact. */
+static void restored(epTestRank *me, epRun *run, const epRound *round) {
+  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
+  expectMask(me, "after the re-admission", -1);
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+  for (int i = 0; i < 2; i++) {
+    epPlanLayer(me, run, round);
+    epRunBackward(me, run);
+    run->borrow = !run->borrow;
+  }
   epExpectNoAsyncError(me);
 }
 
@@ -67,7 +62,7 @@ static void stopBody(epTestRank *me) {
   run.borrow = (int)me->world->seed & 1;
   epGroupMake(me, p->whole->c);
   if (!me->group) return;
-  layer(me, &run, p->whole);
+  epPlanLayer(me, &run, p->whole);
   expectMask(me, "at first", -1);
   if (p->phase) epRunUpdate(me, &run, p->whole);
   if (p->phase && run.borrow) epRunDispatch(me, &run); /* makes the record */
@@ -79,39 +74,12 @@ static void stopBody(epTestRank *me) {
   if (me->rank == GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
   pthread_barrier_wait(&p->meet);
   if (p->back) {
-    EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
-    expectMask(me, "after the re-admission", -1);
-    EXPECT_OK(me, ncclEpErrorClear(me->group));
-    for (int i = 0; i < 2; i++) {
-      layer(me, &run, p->whole);
-      epRunBackward(me, &run);
-      run.borrow = !run.borrow;
-    }
-    epExpectNoAsyncError(me);
+    restored(me, &run, p->whole);
     epRunFree(me, &run);
     epGroupFree(me);
     return;
   }
-  epRunFree(me, &run);
-  if (me->rank != GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER)); /* nobody comes for it any more */
-  pthread_barrier_wait(&p->meet);
-  if (me->rank == GONE) epGroupFree(me);
-  pthread_barrier_wait(&p->meet);
-  if (me->rank == GONE) return;
-  EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
-  epGroupFree(me);
-}
-
-/* The same decisions, with those for the rank that is gone left out, and its own. */
-typedef struct source {
-  uint64_t seed;
-  int gone;
-} source;
-
-static int64_t pick(const epCase *c, uint32_t rank, uint32_t token, uint32_t k, void *arg) {
-  source *s = arg;
-  int64_t e = epPickRandom(c, rank, token, k, &s->seed);
-  return e >= 0 && (int)(e / (c->experts / c->ranks)) == s->gone ? -1 : e;
+  epPlanLeave(me, &run, p);
 }
 
 static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_FLAT, NCCL_EP_LAYOUT_EXPERT_MAJOR};
@@ -129,42 +97,18 @@ static epCase caseOf(uint32_t ranks, ncclEpLayout_t layout) {
                   .masks = 1};
 }
 
-/* Every rank's own decisions stay what they are: what is compared with knows of the hole. */
-typedef struct rounds {
-  epRound whole, holes, masked, without;
-} rounds;
-
-static void roundsMake(rounds *r, const epCase *c) {
-  uint32_t tokens[EP_TEST_MAX_RANKS];
-  source all = {77, -1}, some = {77, GONE};
-  for (uint32_t i = 0; i < c->ranks; i++) tokens[i] = 9 - i % 3;
-  epRoundMake(&r->whole, c, tokens, pick, &all);
-  tokens[GONE] = 0;
-  epRoundMake(&r->without, c, tokens, pick, &some);
-  r->holes = r->masked = r->whole;
-  r->holes.gone = GONE + 1;
-  r->masked.ref = r->without.ref, r->masked.flat = r->without.flat;
-}
-
-static void roundsFree(rounds *r) {
-  epRoundFree(&r->whole);
-  epRoundFree(&r->without);
-}
-
 static void stopRanks(uint32_t ranks, how way, unsigned schedules) {
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(ranks, layouts[l]);
     rounds r;
-    roundsMake(&r, &c);
+    epRoundsMake(&r, &c, 0);
     for (unsigned s = 0; s < schedules; s++)
       for (int phase = 0; phase < 3; phase++) {
         plan p = {&r.whole, &r.holes, &r.masked, phase, way, (int)(s + (unsigned)phase) % 2, {{0}}};
         epTestWorld world = {.ranks = (int)ranks, .sms = s % 3 == 1 ? 3 : 0, .seed = 300 + s, .arg = &p};
-        assert_int_equal(pthread_barrier_init(&p.meet, NULL, ranks), 0);
-        epWorldRun(&world, stopBody);
-        pthread_barrier_destroy(&p.meet);
+        epPlanRun(&world, stopBody);
       }
-    roundsFree(&r);
+    epRoundsFree(&r);
   }
 }
 
@@ -181,18 +125,6 @@ static void aRankMaskedByHandIsLeftOut(void **state) {
 /* ---- What comes of a rank that dies in the middle, or of masks that differ, depends on the schedule: layers whose results are looked at
  * only as far as they are promised. ------------------------------------------------------------------------------------ */
 
-static void restored(epTestRank *me, epRun *run, const epRound *round) {
-  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
-  expectMask(me, "after the re-admission", -1);
-  EXPECT_OK(me, ncclEpErrorClear(me->group));
-  for (int i = 0; i < 2; i++) {
-    layer(me, run, round);
-    epRunBackward(me, run);
-    run->borrow = !run->borrow;
-  }
-  epExpectNoAsyncError(me);
-}
-
 static void killedBody(epTestRank *me) {
   plan *p = me->arg;
   const epCase *c = p->whole->c;
@@ -201,7 +133,7 @@ static void killedBody(epTestRank *me) {
   int flat = c->layout == NCCL_EP_LAYOUT_FLAT;
   epGroupMake(me, c);
   if (!me->group) return;
-  layer(me, &run, p->whole);
+  epPlanLayer(me, &run, p->whole);
   epRoughMake(me, &r, p->whole);
   if (me->rank == GONE) {
     EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, me->world->seed * 7919 % 25000));
@@ -217,7 +149,7 @@ static void killedBody(epTestRank *me) {
     EXPECT_OK(me, ncclEpMaskUpdate(me->group, (int[]){1, 0, 1}, NULL)); /* it may have died with its work done */
     EXPECT_OK(me, ncclEpErrorClear(me->group));
     from = clockOf(me);
-    layer(me, &run, p->masked);
+    epPlanLayer(me, &run, p->masked);
     expectQuick(me, from);
     epExpectNoAsyncError(me);
   }
@@ -236,15 +168,13 @@ static void aRankThatIsKilledIsLeftOut(void **state) {
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(3, layouts[l]);
     rounds r;
-    roundsMake(&r, &c);
+    epRoundsMake(&r, &c, 0);
     for (unsigned s = 0; s < 12; s++) {
       plan p = {.whole = &r.whole, .holes = &r.holes, .masked = &r.masked};
       epTestWorld world = {.ranks = 3, .sms = s % 3 == 1 ? 3 : 0, .seed = 700 + s, .arg = &p};
-      assert_int_equal(pthread_barrier_init(&p.meet, NULL, 3), 0);
-      epWorldRun(&world, killedBody);
-      pthread_barrier_destroy(&p.meet);
+      epPlanRun(&world, killedBody);
     }
-    roundsFree(&r);
+    epRoundsFree(&r);
   }
 }
 
@@ -257,7 +187,7 @@ static void twoStopBody(epTestRank *me) {
   int flat = c->layout == NCCL_EP_LAYOUT_FLAT, gone = me->rank == 1 || me->rank == 3;
   epGroupMake(me, c);
   if (!me->group) return;
-  layer(me, &run, p->whole);
+  epPlanLayer(me, &run, p->whole);
   epRoughMake(me, &r, p->whole);
   if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
   pthread_barrier_wait(&p->meet);
@@ -286,15 +216,13 @@ static void twoRanksThatStopTogether(void **state) {
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(5, layouts[l]);
     rounds r;
-    roundsMake(&r, &c);
+    epRoundsMake(&r, &c, 0);
     for (unsigned s = 0; s < 3; s++) {
       plan p = {.whole = &r.whole};
       epTestWorld world = {.ranks = 5, .seed = 820 + s, .arg = &p};
-      assert_int_equal(pthread_barrier_init(&p.meet, NULL, 5), 0);
-      epWorldRun(&world, twoStopBody);
-      pthread_barrier_destroy(&p.meet);
+      epPlanRun(&world, twoStopBody);
     }
-    roundsFree(&r);
+    epRoundsFree(&r);
   }
 }
 
@@ -307,7 +235,7 @@ static void apartBody(epTestRank *me) {
   int flat = c->layout == NCCL_EP_LAYOUT_FLAT, late = me->rank == 4;
   epGroupMake(me, c);
   if (!me->group) return;
-  layer(me, &run, p->whole);
+  epPlanLayer(me, &run, p->whole);
   epRoughMake(me, &r, p->whole);
   if (me->rank == 0) EXPECT_OK(me, ncclEpMaskUpdate(me->group, (int[]){1, 0, 1, 1, 1}, NULL));
   if (late) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
@@ -335,15 +263,13 @@ static void ranksThatAreApartMeetAgain(void **state) {
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(5, layouts[l]);
     rounds r;
-    roundsMake(&r, &c);
+    epRoundsMake(&r, &c, 0);
     for (unsigned s = 0; s < 4; s++) {
       plan p = {.whole = &r.whole};
       epTestWorld world = {.ranks = 5, .seed = 800 + s, .arg = &p};
-      assert_int_equal(pthread_barrier_init(&p.meet, NULL, 5), 0);
-      epWorldRun(&world, apartBody);
-      pthread_barrier_destroy(&p.meet);
+      epPlanRun(&world, apartBody);
     }
-    roundsFree(&r);
+    epRoundsFree(&r);
   }
 }
 
@@ -358,23 +284,6 @@ typedef struct staged {
   pthread_barrier_t meet;
 } staged;
 
-static void sends(epTestRank *me, const setting *s, batch *b, int combine) {
-  for (int i = 0; i < 2; i++)
-    EXPECT_OK(me, combine ? epBatchCombine(me, s, &b[i], 1, NULL) : epBatchDispatch(me, s, &b[i], 1, NULL));
-}
-
-static void completes(epTestRank *me, batch *b, int first) {
-  EXPECT_OK(me, ncclEpComplete(b[first].handle, NULL, NULL));
-  EXPECT_OK(me, ncclEpComplete(b[!first].handle, NULL, NULL));
-}
-
-static void stagedRound(epTestRank *me, const setting *s, batch *b) {
-  for (unsigned i = 0; i < 2; i++) epBatchUpdate(me, s, &b[i], i);
-  sends(me, s, b, 0), completes(me, b, 1);
-  sends(me, s, b, 1), completes(me, b, 0);
-  for (unsigned i = 0; i < 2; i++) epBatchCheck(me, s, &b[i], i);
-}
-
 /* Each rank's part of a sum is there in whole: elements differ in sign alone. */
 static void roughSums(epTestRank *me, const batch *b) {
   const uint16_t *y = b->y.t.data;
@@ -386,12 +295,12 @@ static void roughSums(epTestRank *me, const batch *b) {
 
 static void surviveStaged(epTestRank *me, staged *p, batch *b) {
   unsigned long long from = clockOf(me);
-  if (p->where != BEFORE_COMPLETION) sends(me, &p->with, b, 0);
-  completes(me, b, 0);
-  sends(me, &p->with, b, 1);
+  if (p->where != BEFORE_COMPLETION) epBatchesSend(me, &p->with, b, 0);
+  epBatchesComplete(me, b, 0);
+  epBatchesSend(me, &p->with, b, 1);
   EXPECT_ERROR(me, ncclEpMaskClean(me->group, NULL), ncclInvalidUsage,
                "2 staged operations of the group are in flight|ncclEpComplete before");
-  completes(me, b, 1);
+  epBatchesComplete(me, b, 1);
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   if (p->where == SOMEWHERE) {
     EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
@@ -405,7 +314,7 @@ static void surviveStaged(epTestRank *me, staged *p, batch *b) {
   }
   expectMask(me, "after the wait", GONE);
   from = clockOf(me);
-  stagedRound(me, &p->without, b);
+  epBatchesStaged(me, &p->without, b);
   expectQuick(me, from);
   epExpectNoAsyncError(me);
 }
@@ -417,15 +326,15 @@ static void stagedBody(epTestRank *me) {
   epSettingGroup(me, &p->with);
   if (!me->group) return;
   for (unsigned i = 0; i < 2; i++) epBatchMake(me, &p->with, &b[i]);
-  stagedRound(me, &p->with, b);
+  epBatchesStaged(me, &p->with, b);
   for (unsigned i = 0; i < 2; i++) epBatchUpdate(me, &p->with, &b[i], i);
-  if (p->where == BEFORE_COMPLETION) sends(me, &p->with, b, 0);
+  if (p->where == BEFORE_COMPLETION) epBatchesSend(me, &p->with, b, 0);
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   pthread_barrier_wait(&p->meet);
   if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, p->after));
   if (gone && p->where == SOMEWHERE) {
-    sends(me, &p->with, b, 0), completes(me, b, 0);
-    sends(me, &p->with, b, 1), completes(me, b, 1);
+    epBatchesSend(me, &p->with, b, 0), epBatchesComplete(me, b, 0);
+    epBatchesSend(me, &p->with, b, 1), epBatchesComplete(me, b, 1);
   }
   pthread_barrier_wait(&p->meet);
   if (!gone) surviveStaged(me, p, b);
@@ -434,14 +343,14 @@ static void stagedBody(epTestRank *me) {
   pthread_barrier_wait(&p->meet);
   if (gone && p->where == BEFORE_COMPLETION) {
     EXPECT_ERROR(me, ncclEpMaskClean(me->group, NULL), ncclInvalidUsage, "2 staged operations");
-    completes(me, b, 0);
+    epBatchesComplete(me, b, 0);
   }
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
   expectMask(me, "after the re-admission", -1);
   EXPECT_OK(me, ncclEpErrorClear(me->group));
   for (unsigned i = 0; i < 2; i++) b[i].round = 9; /* ranks must agree about updates that borrow */
-  for (int i = 0; i < 3; i++) stagedRound(me, &p->with, b);
+  for (int i = 0; i < 3; i++) epBatchesStaged(me, &p->with, b);
   for (unsigned i = 0; i < 2; i++) { /* whole ones too */
     epBatchUpdate(me, &p->with, &b[i], i);
     EXPECT_OK(me, epBatchDispatch(me, &p->with, &b[i], 0, NULL));

@@ -10,6 +10,7 @@
 #include <cmocka.h>
 
 #include "batches.h"
+#include "mask_plan.h"
 #include "masks.h"
 #include "rough.h"
 
@@ -120,24 +121,6 @@ static void aRankThatIsLostIsReported(void **state) {
 
 /* ---- With masks ------------------------------------------------------------------------------------------------------------ */
 
-typedef enum { STOPPED, BY_HAND } how;
-
-typedef struct plan {
-  const epRound *whole;  /* all ranks */
-  const epRound *holes;  /* routed by all, moved without the one that is gone */
-  const epRound *masked; /* without it, and without what it stands for, from the update on */
-  int phase;             /* it stops before: 0 update, 1 dispatch, 2 combine */
-  how how;
-  int back; /* it is re-admitted */
-  pthread_barrier_t meet;
-} plan;
-
-static void layer(epTestRank *me, epRun *run, const epRound *round) {
-  epRunUpdate(me, run, round);
-  epRunDispatch(me, run);
-  epRunCombine(me, run);
-}
-
 /* It is masked, and the reason is told. */
 static void told(epTestRank *me, const plan *p) {
   expectMask(me, "after the wait", GONE);
@@ -163,14 +146,14 @@ static void survive(epTestRank *me, epRun *run, plan *p) {
     expectOneTimeout(me, from);
   if (p->phase == 0) told(me, p);
   if (p->phase == 0 || p->how == BY_HAND) from = clockOf(me);
-  layer(me, run, p->masked);
+  epPlanLayer(me, run, p->masked);
   if (p->phase) told(me, p);
   if (p->phase && p->how == STOPPED) { /* not all need anything of it before; those wait for the others now */
     expectOneTimeout(me, from);
     from = clockOf(me);
   }
   epRunBackward(me, run);
-  layer(me, run, p->masked);
+  epPlanLayer(me, run, p->masked);
   expectQuick(me, from);
   epExpectNoAsyncError(me);
 }
@@ -191,7 +174,7 @@ static void restored(epTestRank *me, epRun *run, const epRound *round, epRough *
     EXPECT_OK(me, ncclEpErrorClear(me->group));
   }
   for (int i = 0; i < 2; i++) {
-    layer(me, run, round);
+    epPlanLayer(me, run, round);
     epRunBackward(me, run);
   }
   epExpectNoAsyncError(me);
@@ -203,7 +186,7 @@ static void stopBody(epTestRank *me) {
   run.salt = (unsigned)me->world->seed;
   epGroupMake(me, p->whole->c);
   if (!me->group) return;
-  layer(me, &run, p->whole);
+  epPlanLayer(me, &run, p->whole);
   expectMask(me, "at first", -1);
   if (p->phase) epRunUpdate(me, &run, p->whole);
   if (p->phase == 2) epRunDispatch(me, &run);
@@ -219,50 +202,7 @@ static void stopBody(epTestRank *me) {
     epGroupFree(me);
     return;
   }
-  epRunFree(me, &run);
-  if (me->rank != GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER)); /* nobody comes for it any more */
-  pthread_barrier_wait(&p->meet);
-  if (me->rank == GONE) epGroupFree(me);
-  pthread_barrier_wait(&p->meet);
-  if (me->rank == GONE) return;
-  EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
-  epGroupFree(me);
-}
-
-/* The same decisions, without those that go to the rank that is gone, or through it, and without its own. */
-typedef struct source {
-  uint64_t seed;
-  epRound lost;
-} source;
-
-static int64_t pick(const epCase *c, uint32_t rank, uint32_t token, uint32_t k, void *arg) {
-  source *s = arg;
-  int64_t e = epPickRandom(c, rank, token, k, &s->seed);
-  return e >= 0 && epRoundLost(&s->lost, (int)rank, (int)(e / (c->experts / c->ranks))) ? -1 : e;
-}
-
-/* Every rank's own decisions stay what they are: what is compared with knows of the hole. */
-typedef struct rounds {
-  epRound whole, holes, masked, without;
-} rounds;
-
-static void roundsMake(rounds *r, const epCase *c, uint32_t domains) {
-  uint32_t tokens[EP_TEST_MAX_RANKS];
-  int ups = (int)(c->ranks / domains);
-  source all = {.seed = 77}, some = {.seed = 77, .lost = {.gone = GONE + 1, .ups = ups}};
-  for (uint32_t i = 0; i < c->ranks; i++) tokens[i] = c->maxTokens - i % 3;
-  epRoundMake(&r->whole, c, tokens, pick, &all);
-  tokens[GONE] = 0;
-  epRoundMake(&r->without, c, tokens, pick, &some);
-  r->holes = r->masked = r->whole;
-  r->holes.gone = GONE + 1, r->holes.ups = ups;
-  r->masked.silent = GONE + 1, r->masked.ups = ups;
-  r->masked.ref = r->without.ref, r->masked.flat = r->without.flat;
-}
-
-static void roundsFree(rounds *r) {
-  epRoundFree(&r->whole);
-  epRoundFree(&r->without);
+  epPlanLeave(me, &run, p);
 }
 
 static void stopRanks(uint32_t domains, uint32_t ups, how way, int single, unsigned seed) {
@@ -274,15 +214,13 @@ static void stopRanks(uint32_t domains, uint32_t ups, how way, int single, unsig
     epCase c = caseOf(ranks, layouts[l], 1);
     rounds r;
     c.single = single;
-    roundsMake(&r, &c, domains);
+    epRoundsMake(&r, &c, (int)ups);
     for (int phase = 0; phase < 3; phase++) {
       plan p = {&r.whole, &r.holes, &r.masked, phase, way, (int)(seed + (unsigned)phase) % 2, {{0}}};
       epTestWorld world = {.ranks = (int)ranks, .sms = phase == 1 ? 3 : 0, .seed = seed + (unsigned)phase, .arg = &p};
-      assert_int_equal(pthread_barrier_init(&p.meet, NULL, ranks), 0);
-      epWorldRun(&world, stopBody);
-      pthread_barrier_destroy(&p.meet);
+      epPlanRun(&world, stopBody);
     }
-    roundsFree(&r);
+    epRoundsFree(&r);
   }
 }
 
@@ -309,7 +247,7 @@ static void killedBody(epTestRank *me) {
   for (int i = 0; i < me->ranks; i++) mask[i] = i != GONE;
   epGroupMake(me, c);
   if (!me->group) return;
-  layer(me, &run, p->whole);
+  epPlanLayer(me, &run, p->whole);
   epRoughMake(me, &r, p->whole);
   if (gone) {
     EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, me->world->seed * 7919 % 40000));
@@ -325,8 +263,8 @@ static void killedBody(epTestRank *me) {
     EXPECT_OK(me, ncclEpMaskUpdate(me->group, mask, NULL)); /* it may have died with its work done */
     EXPECT_OK(me, ncclEpErrorClear(me->group));
     from = clockOf(me);
-    layer(me, &run, p->masked);
-    layer(me, &run, p->masked);
+    epPlanLayer(me, &run, p->masked);
+    epPlanLayer(me, &run, p->masked);
     expectQuick(me, from);
     epExpectNoAsyncError(me);
     EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
@@ -356,7 +294,7 @@ static void twoStopBody(epTestRank *me) {
   int flat = c->layout == NCCL_EP_LAYOUT_FLAT;
   epGroupMake(me, c);
   if (!me->group) return;
-  layer(me, &run, p->whole);
+  epPlanLayer(me, &run, p->whole);
   epRoughMake(me, &r, p->whole);
   if (stops(me)) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
   pthread_barrier_wait(&p->meet);
@@ -396,13 +334,11 @@ static void twoRanksThatStopTogether(void **state) {
   for (unsigned s = 0; s < 2; s++) {
     epCase c = caseOf(8, layouts[s], 1);
     rounds r;
-    roundsMake(&r, &c, 2);
+    epRoundsMake(&r, &c, 4);
     plan p = {.whole = &r.whole};
     epTestWorld world = {.ranks = 8, .seed = 820 + s, .arg = &p};
-    assert_int_equal(pthread_barrier_init(&p.meet, NULL, 8), 0);
-    epWorldRun(&world, twoStopBody);
-    pthread_barrier_destroy(&p.meet);
-    roundsFree(&r);
+    epPlanRun(&world, twoStopBody);
+    epRoundsFree(&r);
   }
 }
 
@@ -413,15 +349,13 @@ static void aRankThatIsKilledIsLeftOut(void **state) {
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(8, layouts[l], 1);
     rounds r;
-    roundsMake(&r, &c, 2);
+    epRoundsMake(&r, &c, 4);
     for (unsigned s = 0; s < schedules; s++) {
       plan p = {.whole = &r.whole, .holes = &r.holes, .masked = &r.masked};
       epTestWorld world = {.ranks = 8, .sms = s % 3 == 1 ? 3 : 0, .seed = 700 + s, .arg = &p};
-      assert_int_equal(pthread_barrier_init(&p.meet, NULL, 8), 0);
-      epWorldRun(&world, killedBody);
-      pthread_barrier_destroy(&p.meet);
+      epPlanRun(&world, killedBody);
     }
-    roundsFree(&r);
+    epRoundsFree(&r);
   }
 }
 
@@ -433,23 +367,6 @@ typedef struct staged {
   pthread_barrier_t meet;
 } staged;
 
-static void stagedSend(epTestRank *me, const setting *s, batch *b, int combine) {
-  for (int i = 0; i < 2; i++)
-    EXPECT_OK(me, combine ? epBatchCombine(me, s, &b[i], 1, NULL) : epBatchDispatch(me, s, &b[i], 1, NULL));
-}
-
-static void stagedComplete(epTestRank *me, batch *b, int first) {
-  EXPECT_OK(me, ncclEpComplete(b[first].handle, NULL, NULL));
-  EXPECT_OK(me, ncclEpComplete(b[!first].handle, NULL, NULL));
-}
-
-static void stagedRound(epTestRank *me, const setting *s, batch *b) {
-  for (unsigned i = 0; i < 2; i++) epBatchUpdate(me, s, &b[i], i);
-  stagedSend(me, s, b, 0), stagedComplete(me, b, 1);
-  stagedSend(me, s, b, 1), stagedComplete(me, b, 0);
-  for (unsigned i = 0; i < 2; i++) epBatchCheck(me, s, &b[i], i);
-}
-
 static void stagedBody(epTestRank *me) {
   staged *p = me->arg;
   batch b[2] = {0};
@@ -457,38 +374,38 @@ static void stagedBody(epTestRank *me) {
   epSettingGroup(me, &p->with);
   if (!me->group) return;
   for (unsigned i = 0; i < 2; i++) epBatchMake(me, &p->with, &b[i]);
-  stagedRound(me, &p->with, b);
+  epBatchesStaged(me, &p->with, b);
   for (unsigned i = 0; i < 2; i++) epBatchUpdate(me, &p->with, &b[i], i);
-  if (p->sent) stagedSend(me, &p->with, b, 0);
+  if (p->sent) epBatchesSend(me, &p->with, b, 0);
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   pthread_barrier_wait(&p->meet);
   if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
   pthread_barrier_wait(&p->meet);
   if (!gone) {
     unsigned long long from = clockOf(me);
-    if (!p->sent) stagedSend(me, &p->with, b, 0);
-    stagedComplete(me, b, 0);
-    stagedSend(me, &p->with, b, 1), stagedComplete(me, b, 1);
+    if (!p->sent) epBatchesSend(me, &p->with, b, 0);
+    epBatchesComplete(me, b, 0);
+    epBatchesSend(me, &p->with, b, 1), epBatchesComplete(me, b, 1);
     for (unsigned i = 0; i < 2; i++) epBatchCheck(me, &p->without, &b[i], i);
     EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
-    stagedRound(me, &p->without, b);
+    epBatchesStaged(me, &p->without, b);
     expectMask(me, "after the wait", GONE);
     expectNamed(me);
     from = clockOf(me);
-    stagedRound(me, &p->without, b);
+    epBatchesStaged(me, &p->without, b);
     expectQuick(me, from);
     epExpectNoAsyncError(me);
   }
   pthread_barrier_wait(&p->meet);
   if (gone) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
   pthread_barrier_wait(&p->meet);
-  if (gone && p->sent) stagedComplete(me, b, 0);
+  if (gone && p->sent) epBatchesComplete(me, b, 0);
   EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
   EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
   expectMask(me, "after the re-admission", -1);
   EXPECT_OK(me, ncclEpErrorClear(me->group));
   for (unsigned i = 0; i < 2; i++) b[i].round = 9; /* ranks must agree about updates that borrow */
-  for (int i = 0; i < 2; i++) stagedRound(me, &p->with, b);
+  for (int i = 0; i < 2; i++) epBatchesStaged(me, &p->with, b);
   epExpectNoAsyncError(me);
   for (unsigned i = 0; i < 2; i++) epBatchFree(me, &b[i]);
   epGroupFree(me);

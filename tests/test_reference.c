@@ -140,6 +140,9 @@ static void budgetDropsInOutputOrder(void **state) {
   const epRefRow at0[] = {{0, 1, 0}, {0, 3, 0}, {1, 0, 3}, {-1, -1, -1}, {0, 2, 1}};
   checkRows(ref, 0, at0, LENGTH(at0));
   assert_int_equal(ref->rank[0].needed, 6);
+  checkCounts(ref->rank[0].perExpertPadded, (uint64_t[]){4, 2}, 2);
+  checkCounts(ref->rank[0].counter, (uint64_t[]){4, 1}, 2); /* what is told ends at the budget */
+  checkCounts(ref->rank[0].first, (uint64_t[]){0, 4}, 2);
   assert_int_equal(ref->slot[0][13], -1); /* (token 3, k 1) was the sixth */
   assert_int_equal(ref->slot[0][9], 4);
   epRefDestroy(ref);

@@ -549,23 +549,6 @@ static int checkHostCounts(epLayer *layer, const epCheckCase *what) {
   return rc == ncclSuccess ? 0 : -1;
 }
 
-/* Expert-major: counters and offsets end at the budget. */
-static int checkZones(epLayer *layer, const epCheckCase *what) {
-  const epRefRank *mine = &what->ref->rank[layer->port->rank];
-  uint32_t locals = what->ref->locals;
-  uint64_t most = layer->config.budget ? layer->config.budget : UINT64_MAX, *cut = calloc(2ull * locals, sizeof(*cut));
-  int failed;
-  if (!cut) return epToolFail("out of host memory");
-  for (uint32_t e = 0; e < locals; e++) {
-    uint64_t end = mine->offset[e] + mine->perExpertPadded[e];
-    cut[locals + e] = mine->offset[e] < most ? mine->offset[e] : most;
-    cut[e] = (end < most ? end : most) - cut[locals + e];
-  }
-  failed = compareCounters(layer, &layer->counters, cut, locals) || compareCounters(layer, &layer->offsets, cut + locals, locals);
-  free(cut);
-  return failed ? -1 : 0;
-}
-
 int epCheckCounts(epLayer *layer, const epCheckCase *what) {
   const epRefRank *mine = &what->ref->rank[layer->port->rank];
   if (epLayerIsLl(&layer->config))
@@ -574,10 +557,10 @@ int epCheckCounts(epLayer *layer, const epCheckCase *what) {
                    compareCounters(layer, &layer->total, &mine->total, 1)
                ? -1
                : 0;
-  if (compareCounters(layer, &layer->total, &mine->needed, 1) ||
-      (layer->config.layout == EP_REF_EXPERT_MAJOR
-           ? checkZones(layer, what)
-           : compareCounters(layer, &layer->counters, mine->perExpertPadded, what->ref->locals)))
+  if (compareCounters(layer, &layer->counters, mine->counter, what->ref->locals) ||
+      compareCounters(layer, &layer->total, &mine->needed, 1) ||
+      (layer->config.layout == EP_REF_EXPERT_MAJOR &&
+       compareCounters(layer, &layer->offsets, mine->first, what->ref->locals)))
     return -1;
   return checkHostCounts(layer, what);
 }

@@ -176,7 +176,10 @@ static void fillCounts(const epRef *ref, uint32_t rank, epRefRank *out) {
     while (ref->in.layout == EP_REF_EXPERT_MAJOR && ref->in.align > 1 && padded % ref->in.align) padded++;
     out->perExpertPadded[l] = padded;
     out->offset[l] = offset;
+    uint64_t most = ref->in.layout == EP_REF_EXPERT_MAJOR && ref->in.budget ? ref->in.budget : UINT64_MAX;
+    out->first[l] = offset < most ? offset : most;
     offset += padded;
+    out->counter[l] = (offset < most ? offset : most) - out->first[l];
   }
   if (ref->in.layout == EP_REF_FLAT || ref->in.layout == EP_REF_RANK_MAJOR)
     for (uint32_t s = 0; s < ref->in.ranks; s++) out->total += out->perSource[s];
@@ -211,7 +214,10 @@ static int fillRank(epRef *ref, uint32_t rank) {
   out->perExpert = calloc(ref->locals, sizeof(uint64_t));
   out->perExpertPadded = calloc(ref->locals, sizeof(uint64_t));
   out->offset = calloc(ref->locals, sizeof(uint64_t));
-  if (!out->perSource || !out->perExpert || !out->perExpertPadded || !out->offset) return ENOMEM;
+  out->counter = calloc(ref->locals, sizeof(uint64_t));
+  out->first = calloc(ref->locals, sizeof(uint64_t));
+  if (!out->perSource || !out->perExpert || !out->perExpertPadded || !out->offset || !out->counter || !out->first)
+    return ENOMEM;
   fillCounts(ref, rank, out);
   fillRows(ref, rank, out); /* first to count, then to fill */
   out->row = calloc(out->rows + 1, sizeof(epRefRow));
@@ -256,6 +262,8 @@ void epRefDestroy(epRef *ref) {
       free(ref->rank[r].perExpert);
       free(ref->rank[r].perExpertPadded);
       free(ref->rank[r].offset);
+      free(ref->rank[r].counter);
+      free(ref->rank[r].first);
     }
     if (ref->slot) free(ref->slot[r]);
   }

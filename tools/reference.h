@@ -40,6 +40,9 @@ typedef struct epRefRank {
   uint64_t *perExpert;       /* [locals] (token, k) of each local expert */
   uint64_t *perExpertPadded; /* [locals] the same, rounded up to the alignment (flat: not rounded) */
   uint64_t *offset;          /* [locals] exclusive prefix of perExpertPadded */
+  uint64_t *counter,
+      *first; /* [locals] the last two as expert_counters and expert_offsets tell them: where the layout has slots by
+                                expert, cut at the budget */
 } epRefRank;
 
 typedef struct epRef {
