@@ -116,10 +116,15 @@ void epHybridLayouts(struct ncclEpGroup *g) {
   g->scratchLayout.bytes = end;
 }
 
+/* Of a high-throughput window; with masks the first one has those of their words, too. */
+static uint32_t epWindowSignals(uint32_t domains, uint32_t channels, int masks) {
+  return epSignalCount(domains, channels) + (masks ? EP_RAIL_KINDS * domains : 0);
+}
+
 uint32_t epHybridSignals(const struct ncclEpGroup *g, unsigned slot) {
-  uint32_t domains = (uint32_t)g->topology.scaleOutRanks;
-  uint32_t signals = (epIsLl(g) ? epLlSignalCount : epSignalCount)(domains, g->hybrid.layout.channels);
-  return g->config.enable_mask && !slot ? signals + EP_RAIL_KINDS * domains : signals;
+  uint32_t domains = (uint32_t)g->topology.scaleOutRanks, channels = g->hybrid.layout.channels;
+  return epIsLl(g) ? epLlSignalCount(domains, channels)
+                   : epWindowSignals(domains, channels, g->config.enable_mask && !slot);
 }
 
 ncclResult_t epHybridQueuePairs(const char *call, const struct ncclEpGroup *g, unsigned asked, uint32_t *contexts) {
@@ -240,6 +245,6 @@ void epHybridBufferSize(const epTopology *topology, const epShape *shape, int ma
   epHybridScratchOf(&scratch, &h);
   sizes->scratch_bytes = scratch;
   sizes->gin_contexts = h.contexts;
-  sizes->gin_signals = epSignalCount(domains, h.channels) + (masks ? EP_RAIL_KINDS * domains : 0);
+  sizes->gin_signals = epWindowSignals(domains, h.channels, masks);
   sizes->queue_pairs = h.contexts * (domains - 1);
 }

@@ -62,9 +62,14 @@ static ncclResult_t launchOn(struct ncclEpGroup *g, unsigned slot, int kernelId,
   memcpy(at + places[kernelId].group, &group, sizeof group);
   memcpy(at + places[kernelId].pushBlocks, &pushBlocks, sizeof pushBlocks);
   memcpy(at + places[kernelId].blocks, &blocks, sizeof blocks);
-  epHybridGroup network = *epSlotNetwork(g, slot);
-  if (contexts) network.layout.contexts = contexts;
-  return epLaunchKernel(g, &network, kernel, &launch, stream);
+  const epHybridGroup *network = epSlotNetwork(g, slot);
+  epHybridGroup fewer;
+  if (contexts) {
+    fewer = *network;
+    fewer.layout.contexts = contexts;
+    network = &fewer;
+  }
+  return epLaunchKernel(g, network, kernel, &launch, stream);
 }
 
 static ncclResult_t partGet(const char *call, struct ncclEpGroup *g, const epOperation *op, uint32_t part,
