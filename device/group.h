@@ -92,14 +92,12 @@ DEV bool ep_wait_flag(const epGroupArgs &g, const uint32_t *flag, uint32_t want,
   return ep_wait_flag(g, flag, want, phase, peer, &seen);
 }
 
-/* Waits for a word that carries its generation in the upper half; value in the lower half. ACQUIRE: what its writer released before is
- * visible after it. */
-template <bool ACQUIRE = false>
+/* Waits for a word that carries its generation in the upper half; value in the lower half. */
 DEV bool ep_wait_word(const epGroupArgs &g, const uint64_t *word, uint32_t want, uint32_t phase, uint32_t peer,
                       uint32_t *value) {
   uint64_t start = 0;
   for (uint32_t round = 0;; round++) {
-    uint64_t v = ACQUIRE ? p::ld_acquire_sys(word) : p::ld_relaxed_sys(word);
+    uint64_t v = p::ld_relaxed_sys(word);
     *value = (uint32_t)v;
     if ((uint32_t)(v >> 32) == want) {
       if (round) ep_profile_waited(g, start, phase, peer);

@@ -188,13 +188,13 @@ template <class C> DEV void ep_hybrid_ll_combine(const C c, const epHybridLlComb
   if (c.part == EP_PART_RECEIVE || (c.part == EP_PART_WHOLE && p::bid() >= a.pushBlocks))
     ep_ll_reduce_all(c, a, net);
   else if (p::bid() >= a.pushBlocks)
-    ep_ll_greeter(c, a, net, EP_KERNEL_LL_COMBINE);
+    ep_ll_greeter(c, a, net);
   else if (p::bid() >= returning)
     ep_ll_forward(c, b, net);
   else if (p::bid() == 0 && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
     ep_ll_send_weights(c, a, net);
   else
-    ep_ll_return(c, a, net, returning);
+    ep_ll_return(c, a, returning);
   ep_profile_end(profile, p::bid() >= a.pushBlocks ? EP_SPAN_RECEIVE : EP_SPAN_SEND, a.blocks);
 }
 

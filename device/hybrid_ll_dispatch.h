@@ -198,11 +198,11 @@ template <class C> DEV void ep_hybrid_ll_dispatch(const C c, const epHybridLlDis
   else if (c.part != EP_PART_RECEIVE && p::bid() <= a.pushBlocks)
     ep_ll_push(c, a, net);
   else if (c.part == EP_PART_SEND)
-    ep_ll_greeter(c, a, net, EP_KERNEL_LL_DISPATCH);
+    ep_ll_greeter(c, a, net);
   else if (p::bid() < received)
     ep_ll_forward(c, b);
   else
-    ep_ll_receive(c, a, received);
+    ep_ll_receive(c, a, net, received);
   ep_profile_end(profile, p::bid() == 0 ? EP_SPAN_RECORD : p::bid() < received ? EP_SPAN_SEND : EP_SPAN_RECEIVE, a.blocks);
 }
 

@@ -33,16 +33,15 @@ DEV bool ep_kind_agrees(const C c, const epGroupArgs &g, uint32_t gen, uint32_t 
   return false;
 }
 
-/* Whole warp: looks at the greetings of ranks [from, to), which come when those ranks begin the operation. ACQUIRE: they were
- * released. */
-template <bool ACQUIRE = false, class C>
+/* Whole warp: looks at the greetings of ranks [from, to), which come when those ranks begin the operation. */
+template <class C>
 DEV void ep_greeted(const C c, const epGroupArgs &g, uint32_t from, uint32_t to, uint32_t gen, uint32_t mine,
                     uint32_t phase) {
   uint8_t *window = ep_window(g, g.rank);
 #pragma unroll 1
   for (uint32_t r = from + p::lane(); r < to; r += 32) {
     uint32_t its = mine;
-    if (r != g.rank && !ep_await_word<ACQUIRE>(c, g, ep_hello(g, window, r, gen), gen, phase, r, &its)) {
+    if (r != g.rank && !ep_await_word(c, g, ep_hello(g, window, r, gen), gen, phase, r, &its)) {
       if (ep_stopped(c, g)) return;
       its = mine; /* masked */
     }

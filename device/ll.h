@@ -167,9 +167,10 @@ template <class C, class A> DEV uint32_t ep_ll_kind(const C c, const A &a, uint3
   return ep_kind(c, kernel, kernel == EP_KERNEL_LL_COMBINE ? p::ldg<uint32_t>(&h->dispatched) : 0);
 }
 
-/* Whole warp: every peer may know that what this rank did before is finished, and what it does now. Its part of the stage is cleared first. */
-template <class C>
-DEV void ep_ll_greet(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op, uint32_t kind) {
+/* The last warp of the last block, at its start (a release stalls where rows are being stored): every peer may know that what
+ * this rank did before is finished. Its part of the stage is cleared first. Of a staged operation the sending part greets, and the
+ * receiving part waits for greetings. */
+template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op) {
   uint64_t units = w.rowStride * (c.ranks - 1) * g.maxTokens / 16;
   uint8_t *half = ep_ll_window(g.rank) + w.stage + ((op.gen + 1) & 1) * units * 16;
   epLlSlice s = epLlSliceOf(units, op.gen);
@@ -180,47 +181,50 @@ DEV void ep_ll_greet(const C c, const epGroupArgs &g, const epLlWindowLayout &w,
 #pragma unroll 1
   for (uint32_t r = p::lane(); r < c.ranks; r += 32)
     if (r != g.rank && !ep_ll_left_out(c, r) && !ep_ll_far(c, r))
-      p::st_release_sys(ep_hello(g, ep_ll_window(r), g.rank, op.gen), (uint64_t)op.gen << 32 | kind);
-}
-
-/* A combine that applies the weights, which travel first. */
-template <class C> DEV bool ep_ll_weighs(const C c, uint32_t kernel) {
-  return kernel == EP_KERNEL_LL_COMBINE && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D;
+      p::st_release_sys((uint32_t *)(ep_ll_window(r) + w.begun) + g.rank, op.gen);
 }
 template <class C> DEV void ep_ll_greet_far(const epLlOneDomain &, const C, const epGroupArgs &) {}
 template <class C> DEV void ep_ll_greeted_far(const epLlOneDomain &, const C, const epGroupArgs &, const epLlOp &, uint32_t) {}
 
 /* The last block of a sending part. */
-template <class C, class A, class N> DEV void ep_ll_greeter(const C c, const A &a, const N &net, uint32_t kernel) {
+template <class C, class A, class N> DEV void ep_ll_greeter(const C c, const A &a, const N &net) {
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   ep_ll_launch(c);
-  if (!op.lost && p::warp() == 0 && !ep_ll_weighs(c, kernel)) {
-    uint32_t kind = ep_ll_kind(c, a, kernel);
-    ep_ll_greet(c, a.group, a.window, op, kind);
+  if (!op.lost && p::warp() == 0) {
+    ep_ll_greet(c, a.group, a.window, op);
     ep_ll_greet_far(net, c, a.group);
   }
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
-/* The last warp of the first block, when it has sent what others wait for (a release stalls where rows are being stored): greets. Of a staged
- * operation the sending part does, by a block of its own; where it waits for peers anyway, for weights, by the first one, too. */
-template <class C, class A, class N> DEV_APART void ep_ll_hello(const C c, const A &a, const N &net, const epLlOp &op, uint32_t kernel) {
-  uint32_t kind = ep_ll_kind(c, a, kernel);
-  if (p::warp() != c.threads / 32 - 1 || c.part == EP_PART_RECEIVE || (c.part == EP_PART_SEND && !ep_ll_weighs(c, kernel)))
-    return;
-  ep_ll_greet(c, a.group, a.window, op, kind);
-  ep_ll_greet_far(net, c, a.group);
+/* The same warp, at its end. */
+template <class C>
+DEV void ep_ll_greeted(const C c, const epGroupArgs &g, const epLlWindowLayout &w, const epLlOp &op, uint32_t phase) {
+  const uint32_t *begun = (const uint32_t *)(ep_ll_window(g.rank) + w.begun);
+#pragma unroll 1
+  for (uint32_t r = p::lane(); r < c.ranks && c.bug != EP_BUG_NO_CREDIT; r += 32)
+    if (r != g.rank && !ep_ll_far(c, r) && !ep_await_flag(c, g, begun + r, op.gen, phase, r) && ep_stopped(c, g))
+      return;
 }
 
-/* The same warp: waits for greetings. */
-template <class C, class A, class N> DEV_APART void ep_ll_greeted(const C c, const A &a, const N &net, const epLlOp &op, uint32_t kernel) {
-  uint32_t kind = ep_ll_kind(c, a, kernel), ups = c.scaleUp ? c.scaleUp : c.ranks, first = a.group.rank / ups * ups;
-  uint32_t phase = kernel == EP_KERNEL_LL_COMBINE ? EP_PHASE_COMBINE_CREDIT : EP_PHASE_DISPATCH_CREDIT;
-  if (p::warp() != c.threads / 32 - 1 || (c.part == EP_PART_SEND && !ep_ll_weighs(c, kernel)) || c.bug == EP_BUG_NO_CREDIT)
+/* The last warp of a block that waits for no later one of this rank, at its start: the domain's peers may know which operation this is
+ * (kind_layout.h). */
+template <class C, class A> DEV_APART void ep_ll_tell_kind(const C c, const A &a, const epLlOp &op, uint32_t kind) {
+  if (p::warp() != c.threads / 32 - 1)
     return;
-  ep_greeted<true>(c, a.group, first, first + ups, op.gen, kind, phase);
-  ep_ll_greeted_far(net, c, a.group, op, phase);
+#pragma unroll 1
+  for (uint32_t r = p::lane(); r < c.ranks; r += 32)
+    if (r != a.group.rank && !ep_ll_left_out(c, r) && !ep_ll_far(c, r))
+      p::st_relaxed_sys(ep_hello(a.group, ep_ll_window(r), a.group.rank, op.gen), (uint64_t)op.gen << 32 | kind);
+}
+
+/* The same warp, when it has nothing else to do: looks at what they say. To wait for it holds a rank back as greetings do. */
+template <class C, class A> DEV_APART void ep_ll_compare_kinds(const C c, const A &a, const epLlOp &op, uint32_t kernel, uint32_t kind) {
+  uint32_t ups = c.scaleUp ? c.scaleUp : c.ranks, first = a.group.rank / ups * ups;
+  if (p::warp() == c.threads / 32 - 1 && c.bug != EP_BUG_NO_CREDIT)
+    ep_greeted(c, a.group, first, first + ups, op.gen, kind,
+               kernel == EP_KERNEL_LL_COMBINE ? EP_PHASE_COMBINE_CREDIT : EP_PHASE_DISPATCH_CREDIT);
 }
 
 /* ---- Units --------------------------------------------------------------------------------------------------------- */

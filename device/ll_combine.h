@@ -4,8 +4,7 @@
  *   push      rank-major: a warp a strip of an arrived row, sent as it is. 3-D expert-major: the strip's slots, each
  *             weighted by fused multiply-add, summed in ascending k in FP32 and rounded once: one row a rank crosses the link,
  *             not one a slot. The weights are known to the token's rank alone: its block 0 sends them, as words that carry
- *             their generation, and does little else; they arrive while the slots are being read
- *   greeting  by block 0, behind its rows or weights
+ *             their generation, and does nothing else; they arrive while the slots are being read
  *   reduce    a warp a strip of a token: the ranks' rows in the order of the highest k each holds, FP32, rounded once; this
  *             rank's own share is made on the spot
  *
@@ -87,11 +86,11 @@ template <class C> DEV uint32_t ep_ll_source_rows(const C c, uint32_t s) { retur
 /* Whole block: the weights for other domains' ranks, and from there. */
 template <class C> DEV void ep_ll_weights_far(const epLlOneDomain &, const C, const epLlCombineArgs &, const epLlOp &, uint32_t) {}
 
-/* Block 0: this rank's weights to the owners of their experts, then its greeting. It waits for nothing but what blocks 0 of its peers send at
- * once. */
+/* Block 0: this rank's weights to the owners of their experts. It waits for nothing but what blocks 0 of its peers send at once. */
 template <class C, class N> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs &a, const N &net) {
   uint32_t n = c.topk * ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
   const int32_t *topk = (const int32_t *)(a.record + a.recordLayout.topk);
+  uint32_t kind = ep_ll_kind(c, a, EP_KERNEL_LL_COMBINE);
   int32_t e[EP_LL_WEIGHTS_AHEAD];
   float w[EP_LL_WEIGHTS_AHEAD];
   auto ask = [&](uint32_t from) {
@@ -107,6 +106,7 @@ template <class C, class N> DEV void ep_ll_send_weights(const C c, const epLlCom
   ep_ll_launch(c);
   if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(c, a.group, op, a.blocks);
+  ep_ll_tell_kind(c, a, op, kind);
 #pragma unroll 1
   for (uint32_t from = p::tid(); from < n; from += EP_LL_WEIGHTS_AHEAD * c.threads) {
     if (from != p::tid())
@@ -119,9 +119,8 @@ template <class C, class N> DEV void ep_ll_send_weights(const C c, const epLlCom
                           (uint64_t)op.gen << 32 | p::as_u32(w[i]));
     }
   }
-  ep_ll_hello(c, a, net, op, EP_KERNEL_LL_COMBINE);
   ep_ll_weights_far(net, c, a, op, n);
-  ep_ll_greeted(c, a, net, op, EP_KERNEL_LL_COMBINE);
+  ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_COMBINE, kind);
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -219,9 +218,10 @@ template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a,
 }
 
 /* `blocks`: those that return rows, with block 0. */
-template <class C, class N> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, const N &net, uint32_t blocks) {
+template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, uint32_t blocks) {
   uint32_t before = c.layout == EP_LAYOUT_KIND_RANK_MAJOR ? 0 : 1, warps = (blocks - before) * (c.threads / 32);
-  uint32_t index = p::warp() * (blocks - before) + p::bid() - before, most = 0, t = p::tid(), count = 0;
+  uint32_t index = p::warp() * (blocks - before) + p::bid() - before, most = 0, t = p::tid(), count = 0, kind = 0;
+  bool tells = !before && p::bid() == blocks - 1; /* it has the fewest rows */
   const uint32_t *recvCount = (const uint32_t *)(a.record + a.recordLayout.recvCount);
   epLlBack x;
   bool inside = ep_ll_back(c, a, index, a.group.maxTokens, x);
@@ -232,6 +232,8 @@ template <class C, class N> DEV void ep_ll_return(const C c, const epLlCombineAr
           count = p::ldg_any<uint32_t>(recvCount + t);
         if (inside)
           ep_ll_back_ask(c, a, x);
+        if (tells)
+          kind = ep_ll_kind(c, a, EP_KERNEL_LL_COMBINE);
       },
       [&]() {
         if (t < c.ranks)
@@ -243,6 +245,8 @@ template <class C, class N> DEV void ep_ll_return(const C c, const epLlCombineAr
   ep_ll_launch(c);
   if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(c, a.group, op, a.blocks);
+  if (tells)
+    ep_ll_tell_kind(c, a, op, kind);
   if (t < c.ranks)
     p::confirm(recvCount + t, 4);
 #pragma unroll 1
@@ -260,10 +264,8 @@ template <class C, class N> DEV void ep_ll_return(const C c, const epLlCombineAr
     if (!ep_ll_back_send(c, a, op, x) && ep_stopped(c, a.group))
       break;
   }
-  if (!before && p::bid() == 0) {
-    ep_ll_hello(c, a, net, op, EP_KERNEL_LL_COMBINE);
-    ep_ll_greeted(c, a, net, op, EP_KERNEL_LL_COMBINE);
-  }
+  if (tells && c.part == EP_PART_WHOLE)
+    ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_COMBINE, kind);
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -400,8 +402,12 @@ template <class C, class N> DEV void ep_ll_reduce_all(const C c, const epLlCombi
   ep_ll_launch(c);
   if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(c, a.group, op, a.blocks);
+  if (c.part == EP_PART_WHOLE && index == warps - 1) {
+    ep_ll_greet(c, a.group, a.window, op);
+    ep_ll_greet_far(net, c, a.group);
+  }
   if (c.part == EP_PART_RECEIVE && p::bid() == 0)
-    ep_ll_greeted(c, a, net, op, EP_KERNEL_LL_COMBINE);
+    ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_COMBINE, ep_ll_kind(c, a, EP_KERNEL_LL_COMBINE));
 #pragma unroll 1
   for (uint32_t i = index; i < items; i += warps) {
     if (i != index)
@@ -411,8 +417,11 @@ template <class C, class N> DEV void ep_ll_reduce_all(const C c, const epLlCombi
     if (!ok && ep_stopped(c, a.group))
       break;
   }
-  if (index == warps - 1)
+  if (index == warps - 1) {
+    ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_COMBINE_CREDIT);
+    ep_ll_greeted_far(net, c, a.group, op, EP_PHASE_COMBINE_CREDIT);
     ep_ll_rows_came(net, c, a, op);
+  }
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -438,11 +447,11 @@ template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
   if (c.part == EP_PART_RECEIVE || (c.part == EP_PART_WHOLE && p::bid() >= a.pushBlocks))
     ep_ll_reduce_all(c, a, net);
   else if (c.part == EP_PART_SEND && p::bid() >= a.pushBlocks)
-    ep_ll_greeter(c, a, net, EP_KERNEL_LL_COMBINE);
+    ep_ll_greeter(c, a, net);
   else if (p::bid() == 0 && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
     ep_ll_send_weights(c, a, net);
   else
-    ep_ll_return(c, a, net, a.pushBlocks);
+    ep_ll_return(c, a, a.pushBlocks);
   if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
     ep_ll_reduce_again(c, a);
   ep_profile_end(profile, p::bid() >= a.pushBlocks ? EP_SPAN_RECEIVE : EP_SPAN_SEND, a.blocks);

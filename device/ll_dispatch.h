@@ -265,7 +265,7 @@ DEV void ep_ll_clerk_receives(const C c, const epLlDispatchArgs &a, const N &net
       c, a.group, []() {}, []() {});
   ep_ll_launch(c);
   if (!op.lost)
-    ep_ll_greeted(c, a, net, op, EP_KERNEL_LL_DISPATCH);
+    ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_DISPATCH, ep_ll_kind(c, a, EP_KERNEL_LL_DISPATCH));
   if (!op.lost && ep_ll_counts_from_far(net, c, a, op) && (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op))) {
     ep_ll_tell_counts(c, a);
     if (p::tid() == 0) {
@@ -281,7 +281,7 @@ template <class C, class N> DEV void ep_ll_clerk(const C c, const epLlDispatchAr
   epLlAhead ahead;
   if (c.part == EP_PART_RECEIVE)
     return ep_ll_clerk_receives(c, a, net, header);
-  uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
+  uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld), kind = ep_ll_kind(c, a, EP_KERNEL_LL_DISPATCH);
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ep_ll_ask_ahead(c, a.decisions, 0, T, ahead); }, [&]() { ep_ll_zero_sums(c, true); });
   ep_ll_launch(c);
@@ -291,6 +291,7 @@ template <class C, class N> DEV void ep_ll_clerk(const C c, const epLlDispatchAr
     if (a.decisions.borrowed)
       ep_ll_keep(c, a, t, T, raw);
   };
+  ep_ll_tell_kind(c, a, op, kind);
   ep_ll_count(c, a.decisions, true, 0, T, ahead, use);
   p::sync_threads();
   ep_ll_send_counts(c, a, op);
@@ -304,8 +305,8 @@ template <class C, class N> DEV void ep_ll_clerk(const C c, const epLlDispatchAr
   }
   if (c.mask)
     p::stg<uint32_t>(&header->epoch, p::ld_relaxed_sys(&ep_mask_state(c, a.group)->epoch));
-  ep_ll_hello(c, a, net, op, EP_KERNEL_LL_DISPATCH);
-  ep_ll_greeted(c, a, net, op, EP_KERNEL_LL_DISPATCH);
+  if (c.part == EP_PART_WHOLE)
+    ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_DISPATCH, kind);
   if (c.part == EP_PART_WHOLE && ep_ll_counts_from_far(net, c, a, op) &&
       (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op)))
     ep_ll_tell_counts(c, a);
@@ -811,7 +812,7 @@ template <class C> DEV_APART void ep_ll_empty(const C c, const epLlDispatchArgs 
 }
 
 /* `before`: blocks of other roles. */
-template <class C> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a, uint32_t before) {
+template <class C, class N> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a, const N &net, uint32_t before) {
   uint32_t warps = (a.blocks - before) * (c.threads / 32);
   uint32_t index = p::warp() * (a.blocks - before) + p::bid() - before; /* few items lie on as many SMs */
   epLlOp op = ep_ll_begin(
@@ -819,12 +820,20 @@ template <class C> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a, 
   ep_ll_launch(c);
   if (op.lost)
     return ep_ll_end(c, a.group, op, a.blocks);
+  if (c.part == EP_PART_WHOLE && index == warps - 1) {
+    ep_ll_greet(c, a.group, a.window, op);
+    ep_ll_greet_far(net, c, a.group);
+  }
   if (c.mask)
     ep_ll_take_living(c, a, op, index, warps);
   else if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
     ep_ll_take_rank_major(c, a, op, index, warps);
   else
     ep_ll_take_expert_major(c, a, op, index, warps);
+  if (index == warps - 1) {
+    ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_DISPATCH_CREDIT);
+    ep_ll_greeted_far(net, c, a.group, op, EP_PHASE_DISPATCH_CREDIT);
+  }
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -837,9 +846,9 @@ template <class C> DEV void ep_ll_dispatch(const C c, const epLlDispatchArgs &a)
   else if (c.part != EP_PART_RECEIVE && p::bid() <= a.pushBlocks)
     ep_ll_push(c, a, net);
   else if (c.part == EP_PART_SEND)
-    ep_ll_greeter(c, a, net, EP_KERNEL_LL_DISPATCH);
+    ep_ll_greeter(c, a, net);
   else
-    ep_ll_receive(c, a, a.pushBlocks + 1);
+    ep_ll_receive(c, a, net, a.pushBlocks + 1);
   if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
     ep_ll_empty(c, a);
   ep_profile_end(profile, p::bid() == 0 ? EP_SPAN_RECORD : p::bid() <= a.pushBlocks ? EP_SPAN_SEND : EP_SPAN_RECEIVE, a.blocks);

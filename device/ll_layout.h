@@ -12,6 +12,7 @@
  * Window of a rank (peers store into it); [2] is the operation's generation & 1
  *
  *   hello     u64 [R][2]            what peer r says of the operations that it begins: kind_layout.h
+ *   begun     u32 [R]               generation of the last operation that peer r has begun: what it did before is finished
  *   counts    u64 [2][R][L + 1]     (generation << 32 | value): entries of source r for each of my experts; word L: rows
  *   weights   u64 [2][R][B][K]      (generation << 32 | FP32): combine weight of (token, k) of source r
  *   heads     units [2][R][B]       of row j of source r: its token there, K entries (EP_ENTRY or EP_NONE), K weights
@@ -48,7 +49,7 @@ enum { EP_LL_UPDATED = 1, EP_LL_DISPATCHED };
 #define EP_LL_MAX_WINDOW (8ull << 30) /* bytes: staging grows with ranks and tokens, and low latency is for few */
 
 typedef struct epLlWindowLayout {
-  uint64_t hello, counts, weights, heads, stage, bytes;
+  uint64_t hello, begun, counts, weights, heads, stage, bytes;
   uint64_t headStride, rowStride; /* bytes of a row's head and of its data */
 } epLlWindowLayout;
 
@@ -75,6 +76,7 @@ EP_HD epLlWindowLayout epLlWindowLayoutOf(epShape s) {
   w.headStride = epAlignUp(16ull * epLlHeadUnits(s.topk), EP_LINE);
   w.rowStride = epAlignUp(16ull * ((s.maxRowBytes + EP_UNIT_DATA - 1) / EP_UNIT_DATA), EP_LINE);
   w.hello = epTake(&at, 16ull * s.ranks);
+  w.begun = epTake(&at, 4ull * s.ranks);
   w.counts = epTake(&at, 2 * 8 * words * s.ranks);
   w.weights = epTake(&at, 2 * 8ull * s.ranks * s.maxTokens * s.topk);
   w.heads = epTake(&at, 2 * w.headStride * s.ranks * s.maxTokens);

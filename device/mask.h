@@ -232,14 +232,14 @@ DEV bool ep_await_flag(const C c, const epGroupArgs &g, const uint32_t *flag, ui
 }
 
 /* ep_wait_word of group.h, the same way. */
-template <bool ACQUIRE = false, class C>
+template <class C>
 DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, uint32_t want, uint32_t phase, uint32_t peer,
                        uint32_t *value) {
-  if (!c.mask) return ep_wait_word<ACQUIRE>(g, word, want, phase, peer, value);
+  if (!c.mask) return ep_wait_word(g, word, want, phase, peer, value);
   epPatience w = {};
   if (peer != g.rank && ep_masked(c, g, peer)) return false;
   for (uint32_t round = 0;; round++) {
-    uint64_t v = ACQUIRE ? p::ld_acquire_sys(word) : p::ld_relaxed_sys(word);
+    uint64_t v = p::ld_relaxed_sys(word);
     *value = (uint32_t)v;
     if ((uint32_t)(v >> 32) == want) {
       if (round) ep_profile_waited(g, w.start, phase, peer);

@@ -22,7 +22,7 @@
 
 struct epFabric {
   epFabricOptions options;
-  int ranks, localRanks, cuda;
+  int ranks, localRanks, cuda, gpus;
   epPort *ports; /* [localRanks] */
   const epDriver *driver;
   const epNccl *nccl;
@@ -325,6 +325,12 @@ static int openCuda(epFabric *fabric) {
   return epFabricRun(fabric, openRank, NULL);
 }
 
+/* NCCL's own setting: several ranks may have the same GPU. Good for checks; times then mean little. */
+static int ranksShareGpus(void) {
+  const char *setting = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  return setting && strtol(setting, NULL, 10) > 0;
+}
+
 /* Ranks of the run, and which of them this process holds. */
 static int countRanks(epFabric *fabric) {
   epFabricOptions *o = &fabric->options;
@@ -332,6 +338,7 @@ static int countRanks(epFabric *fabric) {
   int gpus, launched = epNetPlaceFromEnvironment(&fabric->place);
   if (launched < 0) return -1;
   o->kind = epFabricChoose(o->kind, &gpus, &reason);
+  fabric->gpus = gpus;
   fabric->cuda = o->kind == EP_FABRIC_CUDA;
   if (!fabric->cuda && launched)
     return epToolFail("backend emu: all ranks live in one process, but the launcher started %d", fabric->place.ranks);
@@ -348,7 +355,10 @@ static int countRanks(epFabric *fabric) {
   } else {
     fabric->place.rank = 0;
     fabric->ranks = fabric->localRanks = o->scaleUp ? (int)(o->scaleOut * o->scaleUp) : gpus;
-    if (fabric->ranks > gpus) return epToolFail("topology of %d ranks, but there are %d GPUs", fabric->ranks, gpus);
+    if (fabric->ranks > gpus && !ranksShareGpus())
+      return epToolFail("topology of %d ranks, but there are %d GPUs: expected no more ranks, or NCCL_MULTI_RANK_GPU_ENABLE=1 and an "
+                        "NCCL that knows it (2.30)",
+                        fabric->ranks, gpus);
   }
   if (fabric->ranks < 1 || fabric->ranks > 1024) return epToolFail("%d ranks: expected 1 to 1024", fabric->ranks);
   return launched && epNetOpen(&fabric->place, &fabric->net) ? -1 : 0;
@@ -372,7 +382,7 @@ int epFabricOpen(const epFabricOptions *options, epFabric **out) {
     fabric->ports[i].rank = fabric->net ? fabric->place.rank : i;
     fabric->ports[i].ranks = fabric->ranks;
     fabric->ports[i].cuda = fabric->cuda;
-    fabric->ports[i].device = fabric->net ? fabric->place.localRank : i;
+    fabric->ports[i].device = fabric->net ? fabric->place.localRank : fabric->cuda ? i % fabric->gpus : i;
   }
   rc = fabric->cuda ? openCuda(fabric) : openEmulated(fabric);
   if (rc) goto fail;
@@ -617,7 +627,7 @@ int epPortMapPeers(epPort *port, void *mine, void **peers) {
         goto done;
       peers[r] = (void *)(uintptr_t)opened;
     } else {
-      cu = fabric->driver->peerEnable(all[r].context, 0);
+      cu = all[r].context == port->context ? EP_CU_PEER_ALREADY_ENABLED : fabric->driver->peerEnable(all[r].context, 0);
       if (cu != EP_CU_PEER_ALREADY_ENABLED && toldCu(port, cu, "cuCtxEnablePeerAccess")) goto done;
       peers[r] = all[r].pointer;
     }
