@@ -263,6 +263,23 @@ static bool writeText(const char *path, const char *text) {
   return ok;
 }
 
+static bool retry(const char *command) { /* until the caller's alarm */
+  int rc;
+  while ((rc = system(command)) > 0) usleep(10000);
+  return rc == 0;
+}
+/* A cable that is up drops packets until the kernel's own work on it is done, and a lost SYN comes again after a second. */
+#define CARRIES(cable) "ip link show " cable " | grep -q 'state UP'"
+
+/* Names the first namespace to ip by being in it, and sets up its ends of the cables once they are there. */
+static bool keepFirst(void) {
+  alarm(DEADLINE_S);
+  return retry("ip addr add 10.91.8.1/24 dev fp0 2>/dev/null") &&
+         system("ip addr add 10.91.7.1/24 dev ep0 && ip link set lo up && ip link set ep0 up && ip link set fp0 up") ==
+             0 &&
+         retry(CARRIES("ep0")) && retry(CARRIES("fp0"));
+}
+
 /* Two namespaces, and two cables: ep0 10.91.7.1 to ep1 10.91.7.2, fp0 10.91.8.1 to fp1 10.91.8.2. */
 static bool twoNamespaces(int fds[2]) {
   char text[128];
@@ -274,27 +291,22 @@ static bool twoNamespaces(int fds[2]) {
   snprintf(text, sizeof(text), "0 %u 1", gid);
   if (!writeText("/proc/self/gid_map", text)) return false;
   fds[0] = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
-  if (fds[0] < 0 || unshare(CLONE_NEWNET) != 0) return false;
-  fds[1] = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
-  if (fds[1] < 0) return false;
-  pid_t keeper = fork(); /* names the first namespace to ip */
+  if (fds[0] < 0) return false;
+  alarm(DEADLINE_S);
+  pid_t keeper = fork();
   if (keeper < 0) return false;
-  if (keeper == 0) {
-    bool ok = setns(fds[0], CLONE_NEWNET) == 0;
-    while (ok && system("ip addr add 10.91.8.1/24 dev fp0 2>/dev/null") != 0) usleep(20000);
-    _exit(ok && system("ip addr add 10.91.7.1/24 dev ep0 && ip link set lo up && ip link set ep0 up && "
-                       "ip link set fp0 up") == 0
-              ? 0
-              : 1);
-  }
+  if (keeper == 0) _exit(keepFirst() ? 0 : 1);
+  bool ok = unshare(CLONE_NEWNET) == 0 && (fds[1] = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC)) >= 0;
   snprintf(text, sizeof(text), "ip link set ep0 netns %d && ip link set fp0 netns %d", (int)keeper, (int)keeper);
-  bool ok = system("ip link add ep1 type veth peer name ep0 && ip link add fp1 type veth peer name fp0") == 0 &&
-            system(text) == 0 &&
-            system("ip addr add 10.91.7.2/24 dev ep1 && ip addr add 10.91.8.2/24 dev fp1 && ip link set lo up && "
-                   "ip link set ep1 up && ip link set fp1 up") == 0;
+  ok = ok && system("ip link add ep1 type veth peer name ep0 && ip link add fp1 type veth peer name fp0") == 0 &&
+       system(text) == 0 &&
+       system("ip addr add 10.91.7.2/24 dev ep1 && ip addr add 10.91.8.2/24 dev fp1 && ip link set lo up && "
+              "ip link set ep1 up && ip link set fp1 up") == 0 &&
+       retry(CARRIES("ep1")) && retry(CARRIES("fp1"));
   int status = 1;
   if (!ok) kill(keeper, SIGKILL);
   waitpid(keeper, &status, 0);
+  alarm(0);
   return ok && WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
@@ -314,8 +326,8 @@ int worldRun(const worldSetup *setup, rankBody body) {
     snprintf(timeout, sizeof(timeout), "%d", setup->timeoutMs ? setup->timeoutMs : 10000);
     setenv("NCCL_EP_RMA_TIMEOUT_MS", timeout, 1);
     for (int i = 0; i < 8 && setup->env[i]; i++) putenv((char *)(uintptr_t)setup->env[i]);
-    if (setup->threads) alarm(DEADLINE_S);
     if (setup->namespaces == 2 && !twoNamespaces(fds)) _exit(99);
+    if (setup->threads) alarm(DEADLINE_S);
     _exit(setup->threads ? runThreads(setup, shared, body)
                          : runProcesses(setup, shared, body, setup->namespaces == 2 ? fds : NULL));
   }
