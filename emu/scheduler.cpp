@@ -165,9 +165,10 @@ void Engine::unready(Warp *w) {
   w->position = -1;
 }
 
-// Threads run, but for very long nothing became visible: waits that vote, or loops of weak loads.
+// Threads run, but for very long nothing became visible: waits that vote, or loops of weak loads. Longer than a scan takes, in
+// which warps vote and store nothing.
 bool Engine::nothingChanges() const {
-  return hopeless || (liveFibers && events.empty() && now - lastChange > 20000 + 200ull * liveFibers);
+  return hopeless || (liveFibers && events.empty() && now - lastChange > 1000000 + 200ull * liveFibers);
 }
 
 // The next fiber, or NULL when the main context must decide (nothing ready, a block ended, the slice is over).

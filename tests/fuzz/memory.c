@@ -118,7 +118,7 @@ ncclEpTensor_t *fuzzTensor(fuzzRank *me, const fuzzShape *shape) {
   if (wrong == WRONG_EXTENT) {
     static const size_t extents[] = {0, 1, SIZE_MAX, (size_t)1 << 32, ((size_t)1 << 32) + 1, SIZE_MAX / 2 + 1};
     size_t *extent = &s.sizes[how % s.ndim];
-    *extent = how / 3 % 8 < 6 ? extents[how / 3 % 8] : how / 3 % 8 == 6 ? *extent + 1 : *extent - 1;
+    *extent = how / 3 % 8 < 6 ? extents[how / 3 % 8] : how / 3 % 8 == 6 ? *extent + 1 : *extent - (*extent > 0);
     /* Larger ones may be accepted: where their memory is too small, too, that is the caller's fault. */
     if (how / 3 % 8 < 6) me->blind = huge = 1;
   }
