@@ -83,7 +83,8 @@ static ncclResult_t topology(epBackend *be, epTopology *out) {
 
 static ncclResult_t allGather(epBackend *be, const void *mine, void *all, size_t bytes) {
   Call c(be, "all-gather");
-  return c.rc != ncclSuccess ? c.rc : c.fabric().exchange(c.lock, c.b->rank, "all-gather", mine, all, bytes);
+  if (c.rc != ncclSuccess) return c.rc;
+  return c.fabric().exchange(c.lock, c.b->rank, "all-gather", mine, all, bytes, c.b->base.patienceNs);
 }
 
 static ncclResult_t alloc(epBackend *be, void **dev, size_t bytes) {
@@ -125,7 +126,7 @@ static ncclResult_t windowCreate(epBackend *be, size_t bytes, epWindow **out, vo
   w->base.resize(n);
   w->bytes.assign(n, bytes);
   w->owned = true;
-  rc = f.exchange(c.lock, c.b->rank, "windowCreate", &mine, w->base.data(), sizeof mine);
+  rc = f.exchange(c.lock, c.b->rank, "windowCreate", &mine, w->base.data(), sizeof mine, c.b->base.patienceNs);
   if (rc != ncclSuccess) {
     f.engine.memory.release(f.engine.memory.regionAt(mine));
     return rc;
@@ -301,7 +302,7 @@ static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts
   if (rc == ncclSuccess) rc = allocate(f, c.b->rank, "signals", RegionKind::Window, 8 * size_t(contexts) * signals, &mine);
   if (rc != ncclSuccess) return rc;
   w->signals = mine;
-  rc = f.exchange(c.lock, c.b->rank, "ginCreate", &mine, all.data(), sizeof mine);
+  rc = f.exchange(c.lock, c.b->rank, "ginCreate", &mine, all.data(), sizeof mine, c.b->base.patienceNs);
   if (rc != ncclSuccess) return rc;
   GinPort port;
   port.rank = c.b->rank, port.contexts = contexts, port.signals = signals;

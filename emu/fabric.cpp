@@ -17,8 +17,7 @@ epFailLineFn failLine;
 static const auto GRACE = 100ms;         // a rank's host thread that is away this long is not waited for
 static const auto MISSING_CALL = 2000ms; // without any call, kernels that wait for a peer's call see time pass
 static const auto RELAX_CALL = 100ms;    // the same while hosts poll
-static const auto MEETING = 30s;
-static const u64 SLICE = 200000; // scheduling decisions between looks at the lock
+static const u64 SLICE = 200000;         // scheduling decisions between looks at the lock
 static const u64 OWN_STREAMS = 2;
 
 ncclResult_t fail(ncclResult_t code, const char *format, ...) {
@@ -216,11 +215,15 @@ void Fabric::breakStuck() {
     }
     if (stuck) r.broken = why;
   }
-  if (meeting) {
-    meeting->error = "a rank is stuck in an earlier call";
-    meeting->done = true;
-    meeting.reset();
-  }
+  endMeeting("a rank is stuck in an earlier call");
+}
+
+// Nobody else will come.
+void Fabric::endMeeting(const std::string &why) {
+  if (!meeting) return;
+  meeting->error = why;
+  meeting->done = true;
+  meeting.reset();
 }
 
 bool Fabric::wait(Lock &lock, Waiter &w, Clock_::time_point deadline) {
@@ -312,11 +315,14 @@ void Fabric::relax(Lock &lock, int rank, u64 deadlineNs) {
   if (engine.progress == before) changed.wait_for(lock, 200us);
 }
 
-ncclResult_t Fabric::exchange(Lock &lock, int rank, const char *call, const void *mine, void *all, size_t bytes) {
+ncclResult_t Fabric::exchange(Lock &lock, int rank, const char *call, const void *mine, void *all, size_t bytes,
+                              u64 patienceNs) {
   size_t n = ranks.size();
-  for (size_t r = 0; r < n; r++) // it will not come any more
+  for (size_t r = 0; r < n; r++) { // it will not come any more
     if (!ranks[r].broken.empty())
       return fail(ncclInternalError, "%s: rank %zu is stuck since an earlier call", call, r);
+    if (!ranks[r].comm) return fail(ncclInvalidUsage, "%s: rank %zu has destroyed its communicator", call, r);
+  }
   if (!meeting) {
     meeting = std::make_shared<Meeting>();
     meeting->call = call;
@@ -346,11 +352,12 @@ ncclResult_t Fabric::exchange(Lock &lock, int rank, const char *call, const void
   }
   Waiter w{Kind::Meeting, rank, {}};
   w.meeting = m.get();
-  if (!wait(lock, w, Clock_::now() + MEETING) && !m->done) {
+  const auto patience = std::chrono::nanoseconds(std::min(patienceNs, MEETING_NS));
+  if (!wait(lock, w, Clock_::now() + patience) && !m->done) {
     std::string missing;
     for (size_t i = 0; i < n; i++)
       if (!m->here[i]) missing += (missing.empty() ? "" : ", ") + std::to_string(i);
-    m->error = "waited 30 s for rank " + missing + ", which did not call";
+    m->error = "waited " + std::to_string(patience / 1ms) + " ms for rank " + missing + ", which did not call";
     m->done = true;
     if (meeting == m) meeting.reset();
     settle();
@@ -373,6 +380,8 @@ void Fabric::stop(int rank, bool stopped, u64 after) {
 void Fabric::leave(int rank) {
   Rank &r = ranks[size_t(rank)];
   r.comm = nullptr;
+  endMeeting("rank " + std::to_string(rank) + " has destroyed its communicator");
+  settle();
   activity++;
   changed.notify_all();
 }

@@ -24,6 +24,7 @@ ncclResult_t fail(ncclResult_t code, const char *format, ...) __attribute__((for
 
 using Clock_ = std::chrono::steady_clock;
 using Lock = std::unique_lock<std::mutex>;
+static const u64 MEETING_NS = 30000000000ull; // is waited for at most
 // Takes the one lock that guards everything of every fabric, and the globals `cur` and `engine`. A running engine makes
 // way for whoever asks.
 Lock lockEmulator();
@@ -78,8 +79,9 @@ public:
   // At once, outside all streams, ordered after what the rank's host has synchronised with.
   void copyNow(int rank, void *dst, const void *src, size_t bytes);
   void relax(Lock &lock, int rank, u64 deadlineNs);
-  // Rendezvous of all ranks: each gives `bytes` and gets all of them.
-  ncclResult_t exchange(Lock &lock, int rank, const char *call, const void *mine, void *all, size_t bytes);
+  // Rendezvous of all ranks: each gives `bytes` and gets all of them. Ends when a rank cannot come any more, and in time.
+  ncclResult_t exchange(Lock &lock, int rank, const char *call, const void *mine, void *all, size_t bytes,
+                        u64 patienceNs = MEETING_NS);
   ncclResult_t createStream(int rank, Stream **out);
   ncclResult_t destroyStream(Lock &lock, int rank, Stream *s, const char *call);
   void stop(int rank, bool stopped, u64 after); // ncclEpEmuRankStop
@@ -115,6 +117,7 @@ private:
   bool hostsAreWaiting(bool *someoneAway) const;
   void runToIdle(Lock &lock);
   void breakStuck();
+  void endMeeting(const std::string &why);
   bool work() const;
   Clock_::time_point lastCallOfAway() const;
 

@@ -3,6 +3,7 @@
 
 #include "cuda_backend.h"
 #include "emu.h"
+#include "env.h"
 #include "fail.h"
 
 #define EP_UNSUPPORTED(name) \
@@ -144,6 +145,15 @@ static int epOpsComplete(const epBackendOps *o) {
          o->relax && o->ginCreate;
 }
 
+void epBackendPatience(epBackend *be, uint64_t ns) {
+  be->patienceNs = ns > EP_HOST_PATIENCE_NS ? ns : EP_HOST_PATIENCE_NS;
+}
+
+uint64_t epBackendTimeout(void) {
+  uint64_t ms;
+  return epEnvNumber(EP_ENV_TIMEOUT_MS, 1, UINT64_MAX / 1000000, &ms) ? ms * 1000000 : EP_TIMEOUT_NS;
+}
+
 ncclResult_t epBackendOpen(ncclComm_t comm, const ncclEpAllocConfig_t *alloc, epBackend **out) {
   const epEmuModule *emu = epEmuLoaded();
   epBackend *be = NULL;
@@ -159,6 +169,7 @@ ncclResult_t epBackendOpen(ncclComm_t comm, const ncclEpAllocConfig_t *alloc, ep
     if (be->ops && be->ops->destroy) be->ops->destroy(be);
     return r;
   }
+  epBackendPatience(be, epBackendTimeout());
   *out = be;
   return ncclSuccess;
 }

@@ -15,6 +15,9 @@
 #include "nccl_ep.h"
 #include "nccl_ep_ext.h"
 
+#define EP_TIMEOUT_NS 100000000000ull     /* of a wait for other ranks, unless the caller says otherwise */
+#define EP_HOST_PATIENCE_NS 2000000000ull /* and of one on the host at least */
+
 typedef struct epBackend epBackend; /* one object per group */
 typedef struct epWindow epWindow;   /* a registered symmetric window; backend's own */
 typedef struct epKernel epKernel;   /* a loaded kernel; backend's own, lives as long as the backend object */
@@ -95,6 +98,7 @@ typedef struct epBackendOps {
 struct epBackend {
   const epBackendOps *ops;
   unsigned trafficClass; /* that ginCreate asks the network for, plus 1; 0: the communicator's */
+  uint64_t patienceNs;   /* of the host's waits for other ranks, at most */
 };
 
 /* Every slot answers "not supported" (or, for questions, the harmless answer): for a backend to start from. */
@@ -102,9 +106,13 @@ extern const epBackendOps epBackendUnsupported;
 
 /* Picks the backend that the communicator belongs to. */
 ncclResult_t epBackendOpen(ncclComm_t comm, const ncclEpAllocConfig_t *alloc, epBackend **out);
+/* How long the host waits for other ranks from here on: not less than hosts may be apart for reasons that are none of the kernels'. */
+void epBackendPatience(epBackend *be, uint64_t ns);
+/* NCCL_EP_TIMEOUT_MS, or its default. */
+uint64_t epBackendTimeout(void);
 
 /* Exported by the emulator's module (libnccl_ep_emu.so), found with dlsym; `version` guards against a stale module. */
-#define EP_EMU_MODULE_VERSION 4
+#define EP_EMU_MODULE_VERSION 5
 typedef struct epEmuModule {
   unsigned version;
   int (*ownsComm)(ncclComm_t comm);

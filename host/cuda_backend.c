@@ -9,7 +9,6 @@
 #include "cuda_internal.h"
 #include "env.h"
 
-#define EP_HOST_TIMEOUT_NS 100000000000ull /* as of a wait in a kernel */
 
 static epCuda *cudaOf(epBackend *base) { return (epCuda *)base; }
 
@@ -64,7 +63,7 @@ static ncclResult_t gaveUp(epCuda *be, const char *what) {
   return epFail(ncclSystemError,
                 "%s: rank %d of %d has waited %llu ms for the other ranks: expected the same call on all ranks of the "
                 "communicator (a rank that cannot make it: ncclCommAbort on all; NCCL_EP_TIMEOUT_MS sets this limit)",
-                what, be->topology.rank, be->topology.ranks, (unsigned long long)(be->hostTimeoutNs / 1000000));
+                what, be->topology.rank, be->topology.ranks, (unsigned long long)(be->base.patienceNs / 1000000));
 }
 
 ncclResult_t epCudaNccl(epCuda *be, ncclResult_t result, const char *what) {
@@ -72,7 +71,7 @@ ncclResult_t epCudaNccl(epCuda *be, ncclResult_t result, const char *what) {
   while (result == ncclInProgress) {
     ncclResult_t state = ncclSuccess;
     nap(20000);
-    if (now() - start > be->hostTimeoutNs) return gaveUp(be, what);
+    if (now() - start > be->base.patienceNs) return gaveUp(be, what);
     result = be->nccl->commGetAsyncError(be->comm, &state);
     if (result == ncclSuccess) result = state;
   }
@@ -91,7 +90,7 @@ ncclResult_t epCudaDrain(epCuda *be, const char *what) {
     if (rc != EP_CU_NOT_READY) return epCuFail(be->cu, rc, "%s", what);
     if (round < 200) continue; /* the usual exchange takes tens of microseconds */
     nap(50000);
-    if (now() - start > be->hostTimeoutNs) return gaveUp(be, what);
+    if (now() - start > be->base.patienceNs) return gaveUp(be, what);
     if (round % 16 == 0 && be->nccl->commGetAsyncError(be->comm, &state) == ncclSuccess && state != ncclSuccess &&
         state != ncclInProgress)
       return epCudaNccl(be, state, what);
@@ -439,10 +438,7 @@ ncclResult_t epCudaBackendOpen(ncclComm_t comm, const ncclEpAllocConfig_t *alloc
   be->base.ops = &ops;
   be->comm = comm;
   if (alloc) be->alloc = *alloc;
-  if (epEnvNumber(EP_ENV_TIMEOUT_MS, 1, UINT64_MAX / 1000000, &be->hostTimeoutNs))
-    be->hostTimeoutNs *= 1000000;
-  else
-    be->hostTimeoutNs = EP_HOST_TIMEOUT_NS;
+  be->base.patienceNs = epBackendTimeout();
 
   if ((r = epNcclOpen(0, &be->nccl)) != ncclSuccess || (r = epCuDriverOpen(&be->cu)) != ncclSuccess) goto fail;
   epTopology *t = &be->topology;

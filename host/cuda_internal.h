@@ -22,7 +22,6 @@ typedef struct epCuda {
   epCuPtr bounceDev;
   size_t bounceBytes;
   epKernel *kernels;      /* held by this object */
-  uint64_t hostTimeoutNs; /* of the host's waits for peers */
   int stuck; /* such a wait gave up: NCCL's kernel is still on the device, and whatever waits for that would hang */
 } epCuda;
 
@@ -42,7 +41,7 @@ void epCudaLeave(epCuda *be, const epCudaScope *scope);
  * failed with NCCL's own words. */
 ncclResult_t epCudaNccl(epCuda *be, ncclResult_t result, const char *what);
 
-/* Waits for the private stream, at most hostTimeoutNs; ends early when the communicator has failed or was aborted. */
+/* Waits for the private stream, at most patienceNs; ends early when the communicator has failed or was aborted. */
 ncclResult_t epCudaDrain(epCuda *be, const char *what);
 
 /* Before calls in which the driver may wait for the device and let no other thread of the process in meanwhile: loading code,

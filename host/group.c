@@ -223,10 +223,11 @@ ncclResult_t epGroupDestroy(ncclEpGroup_t g) {
   epGroupAsyncError(g); /* what kernels reported and nobody asked for still goes to the log */
   /* Peers store into this rank's window, credits even after the operation has ended here: it must outlive theirs.
    * Joined after a timeout too, because a peer that was only late knows nothing of it and waits here; the backend ends
-   * the wait when the communicator has an error. */
+   * the wait after another timeout, or when the communicator has an error. */
   if (g->config.enable_mask) {
     r = epMaskLeave(g); /* a masked rank may never come */
   } else if (g->shape.ranks > 1) {
+    epBackendPatience(g->be, g->config.timeout_ns);
     all = calloc(g->shape.ranks, sizeof *all);
     r = all ? g->be->ops->allGather(g->be, &mine, all, sizeof mine)
             : epFail(ncclSystemError, "ncclEpGroupDestroy: out of host memory");

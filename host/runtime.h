@@ -13,7 +13,6 @@
 #include "policy.h"
 #include "profile_layout.h"
 
-#define EP_TIMEOUT_NS 100000000000ull /* of a wait in a kernel, unless the caller says otherwise */
 #define EP_RECORD_ALIGN EP_SECTION_ALIGN
 #define EP_MAX_ALIGN (1u << 20) /* of an expert's zone: keeps slot numbers inside 32 bits */
 

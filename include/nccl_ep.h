@@ -21,8 +21,9 @@
  *   Collective calls (said in their text) are made by all ranks of the group, for one group in the same order on
  *              every rank. A group and NCCL collectives may share a communicator only on streams that the caller
  *              orders. A wait for a rank that does not call ends: on the device after the group's timeout_ns, which
- *              ncclEpGetAsyncError then reports; on the host (making and destroying groups) after NCCL_EP_TIMEOUT_MS,
- *              100 s where it is unset (30 s on the emulated fabric), with ncclSystemError or ncclInvalidUsage.
+ *              ncclEpGetAsyncError then reports; on the host with ncclSystemError or ncclInvalidUsage, in making a group
+ *              after NCCL_EP_TIMEOUT_MS, 100 s where it is unset, in destroying one after its timeout_ns, in both not
+ *              before 2 s and on the emulated fabric after 30 s at most.
  *              A call that one rank alone refuses has not been made there: make it, corrected, on that rank before any
  *              other of the group. Ranks that are an operation apart (one dispatches while another combines, or two
  *              handles in another order) are told so: ncclEpGetErrorInfo, code 8, names a rank that is elsewhere and what both are
@@ -647,8 +648,9 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t *ep_group, ncclComm_t comm, const n
 
 /* ncclEpGroupDestroy: releases a group's window, scratch and kernels.
  * Collective, because ranks store into each other's windows: it waits until all ranks have called it, or the
- * communicator has an error or is aborted (with a rank that is gone, abort the communicator first), or the time said
- * under "Collective" has passed. The caller has synchronised its streams with the group's work. Handles of the group
+ * communicator has an error or is aborted (with a rank that is gone, abort the communicator first), or the group's
+ * timeout_ns has passed, 2 s at least; operations that were left unfinished or failed make it no longer. With enable_mask
+ * masked ranks are not waited for. The caller has synchronised its streams with the group's work. Handles of the group
  * become invalid (further calls on them answer ncclInvalidArgument) and their device memory is released; the handles
  * themselves are released by ncclEpHandleDestroy, before or after. NULL is accepted. */
 ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t ep_group);

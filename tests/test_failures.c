@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -564,6 +565,78 @@ static void severalGroups(void **state) {
   epRoundFree(&round);
 }
 
+/* ---- Destroying what ranks have left at different places
+ * ------------------------------------------------------------------------------------------ */
+
+static double seconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* Rank 1 makes memory for a staged operation, rank 0 destroys the group instead: both are told at once, and rank 1's own destroy, which
+ * nobody joins any more, ends by itself. */
+static void halfStagedBody(epTestRank *me) {
+  epCase c = small(2, NCCL_EP_LAYOUT_FLAT);
+  ncclEpPrepareConfig_t prepare = NCCL_EP_PREPARE_CONFIG_INIT;
+  c.timeoutNs = 20000000; /* 20 ms */
+  epGroupMake(me, &c);
+  if (!me->group) return;
+  prepare.layout = c.layout, prepare.hidden = c.hidden, prepare.top_k = c.topk, prepare.in_flight = 1;
+  prepare.dispatch_type = prepare.combine_type = c.type, prepare.index_type = ncclInt64;
+  if (me->rank == 1)
+    EXPECT_ERROR(me, ncclEpPrepare(me->group, &prepare), ncclInvalidUsage, "windowCreate|another rank");
+  const double start = seconds();
+  EXPECT_ERROR(me, ncclEpGroupDestroy(me->group), ncclInvalidUsage, me->rank ? "waited 2000 ms for rank 0" : "calls");
+  EXPECT(me, seconds() - start < 15, "the destroy took %.1f s",
+         seconds() - start); /* 30 s before it had a bound of its own */
+}
+
+static void destroyIsBounded(void **state) {
+  (void)state;
+  epTestWorld world = {.ranks = 2, .seed = 21};
+  epWorldRun(&world, halfStagedBody);
+}
+
+typedef struct leaver {
+  ncclComm_t comm;
+  ncclEpGroup_t group;
+  ncclResult_t made, destroyed;
+} leaver;
+
+static void *leave(void *arg) {
+  leaver *l = arg;
+  const epCase c = small(2, NCCL_EP_LAYOUT_FLAT);
+  ncclEpGroupConfig_t config;
+  epGroupConfigOf(&c, &config);
+  l->made = ncclEpCreateGroup(&l->group, l->comm, &config);
+  l->destroyed = ncclEpEmuCommDestroy(l->comm);
+  return NULL;
+}
+
+/* Rank 1's communicator goes first: rank 0 does not wait for it, nor does rank 1 for anybody. */
+static void destroyAfterACommunicator(void **state) {
+  (void)state;
+  ncclComm_t comms[2];
+  pthread_t thread;
+  ncclEpGroup_t group = NULL;
+  const epCase c = small(2, NCCL_EP_LAYOUT_FLAT);
+  ncclEpGroupConfig_t config;
+  epGroupConfigOf(&c, &config);
+  assert_int_equal(ncclEpEmuCommInitAll(comms, 1, 2, NULL), ncclSuccess);
+  leaver other = {.comm = comms[1]};
+  assert_int_equal(pthread_create(&thread, NULL, leave, &other), 0);
+  assert_int_equal(ncclEpCreateGroup(&group, comms[0], &config), ncclSuccess);
+  const double start = seconds();
+  assert_int_equal(ncclEpGroupDestroy(group), ncclInvalidUsage);
+  assert_non_null(strstr(ncclEpGetLastErrorString(), "rank 1 has destroyed its communicator"));
+  assert_int_equal(pthread_join(thread, NULL), 0);
+  assert_true(other.made == ncclSuccess && other.destroyed == ncclSuccess);
+  assert_int_equal(ncclEpGroupDestroy(other.group), ncclInvalidUsage);
+  assert_true(seconds() - start < 15);
+  assert_int_equal(ncclEpEmuCommDestroy(comms[0]), ncclSuccess);
+}
+
 /* ---- A failed update with work queued behind it
  * ------------------------------------------------------------------------------------------ */
 
@@ -646,6 +719,8 @@ int main(void) {
       cmocka_unit_test(recordsMayMove),
       cmocka_unit_test(destroyInAnyOrder),
       cmocka_unit_test(severalGroups),
+      cmocka_unit_test(destroyIsBounded),
+      cmocka_unit_test(destroyAfterACommunicator),
   };
   return cmocka_run_group_tests_name("failures", tests, NULL, NULL);
 }
