@@ -78,6 +78,7 @@ static void createGroup(fuzzRank *me, unsigned slot) {
                                 : fuzzResult(me, "ncclEpCreateGroup", ncclEpCreateGroup(out, comm, given));
   if (!group != (r != ncclSuccess)) fuzzFail(me, "result %d, and the group is %p", (int)r, (void *)group);
   if (r != ncclSuccess) return;
+  me->traps |= c.overflow_policy == NCCL_EP_OVERFLOW_TRAP;
   ncclEpGroupProperties_t p = NCCL_EP_GROUP_PROPERTIES_INIT;
   if (ncclEpGetGroupProperties(group, &p) != ncclSuccess || p.ranks != me->ranks || p.rank != me->rank)
     fuzzFail(me, "ncclEpGetGroupProperties: rank %d of %d", p.rank, p.ranks);
