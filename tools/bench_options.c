@@ -68,7 +68,8 @@ enum {
   OPT_PLOT,
   OPT_MODEL,
   OPT_PROFILE,
-  OPT_DELAY
+  OPT_DELAY,
+  OPT_MASK_TEST
 };
 
 static const struct argp_option optionTable[] = {
@@ -156,6 +157,10 @@ static const struct argp_option optionTable[] = {
      "chrome://tracing and as BASE.svg",
      0},
     {"delay", OPT_DELAY, "RANK:US", 0, "with --profile: this rank comes so many microseconds late to each operation",
+     0},
+    {"mask-test", OPT_MASK_TEST, "RANK", 0,
+     "measure nothing: this rank stays away from some layers of a group with masks and comes back; prints what the "
+     "others saw, all of it checked (from 3 ranks on; the first of those layers lasts --timeout-ms)",
      0},
     {"json", OPT_JSON, "FILE", 0, "write everything to a file, too", 0},
     {0}};
@@ -386,6 +391,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
   case OPT_DELAY:
     parseDelay(text, o, state);
     break;
+  case OPT_MASK_TEST:
+    o->maskRank = (int)epOptionNumber(text, 0, RUN_RANKS - 1, "mask-test", state);
+    break;
   case OPT_MODEL:
     o->modelPath = text;
     break;
@@ -427,6 +435,7 @@ int epBenchParse(int argc, char **argv, epBenchOptions *o) {
                         .maxRecv = -1,
                         .scales = -1,
                         .algo = -1,
+                        .maskRank = -1,
                         .topk = 8};
   o->fabric.timeoutMs = 10000;
   for (int i = 0; i < argc && used + 1 < sizeof(o->command); i++)
@@ -486,6 +495,31 @@ static int checkFit(const epBenchOptions *o, int ll) {
   return 0;
 }
 
+/* The rank that is away must be one of at least three, and nothing else may be told in its place. */
+static int checkMasks(epBenchOptions *o, int ll) {
+  int r = o->maskRank;
+  if (r < 0) return 0;
+  if ((uint32_t)r >= o->ranks) return epToolFail("--mask-test %d: expected a rank below %u", r, o->ranks);
+  if (o->ranks < 3)
+    return epToolFail("--mask-test %d: of %u ranks: expected at least 3, so that two are left", r, o->ranks);
+  if (ll && o->fabric.scaleOut > 1)
+    return epToolFail("--mask-test %d: low latency has masks in one scale-up domain: expected --topology 1xN, or "
+                      "--layout flat or expert-major",
+                      r);
+  if (o->maxRecv >= 0)
+    return epToolFail("--mask-test %d: rows that are dropped, or counted on the host, hide the timeout: expected no "
+                      "--max-recv",
+                      r);
+  if (o->compare || o->curveCount || o->limits || o->parts || o->hostTime || o->graph || o->profile || o->backward ||
+      o->plotPath || o->jsonPath)
+    return epToolFail("--mask-test %d: a run of its own: expected none of --compare, --sm-curve, --limits, "
+                      "--profile-parts, --host-time, --graph, --profile, --backward, --plot and --json beside it",
+                      r);
+  o->masks = 1;
+  o->iters = 0;
+  return 0;
+}
+
 /* Before anything is measured: after that it would be lost. Only rank 0's process writes the file. */
 static int checkWritable(const char *option, const char *path) {
   epNetPlace place = {0, 0, 0};
@@ -502,10 +536,10 @@ static int checkModel(epBenchOptions *o) {
     return epToolFail("--model %s: nothing runs on GPUs: expected --backend emu", o->modelPath);
   if (o->modelPath && (o->check || o->backward || o->schedules != 1 || o->bugText || o->compare || o->curveCount ||
                        o->plotPath || o->limits || o->parts || o->graph || o->hostTime || o->windowOut || o->single ||
-                       o->masks || o->bias || o->queuePairs || o->staged))
+                       o->masks || o->bias || o->queuePairs || o->staged || o->maskRank >= 0))
     return epToolFail("--model %s: nothing is run: expected none of --check, --backward, --schedules, --bug, "
                       "--compare, --sm-curve, --plot, --limits, --profile-parts, --graph, --host-time, --window-out, "
-                      "--single-reduction, --masks, --bias, --num-qps and --staged",
+                      "--single-reduction, --masks, --mask-test, --bias, --num-qps and --staged",
                       o->modelPath);
   if (o->modelPath && (o->algo == 1 || o->layout > EP_REF_EXPERT_MAJOR))
     return epToolFail("--model %s: high throughput only: expected --layout flat or expert-major", o->modelPath);
@@ -571,7 +605,7 @@ int epBenchResolve(epBenchOptions *o) {
   if (o->algo >= 0 && o->algo != ll)
     return epToolFail("--layout: expected %s",
                       o->algo ? "rank-major or expert-major-3d with --algo ll" : "flat or expert-major with --algo ht");
-  if (checkFit(o, ll)) return -1;
+  if (checkFit(o, ll) || checkMasks(o, ll)) return -1;
   o->align = o->layout != EP_REF_EXPERT_MAJOR ? 0 : o->align != UINT_MAX ? o->align : cuda ? 128 : 16;
   if (o->scales < 0) o->scales = o->type == EP_REF_E4M3 ? EP_SCALES_FP32 : EP_SCALES_NONE;
   if (o->scaleColumns && o->scales == EP_SCALES_NONE)

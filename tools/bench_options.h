@@ -33,7 +33,8 @@ typedef struct epBenchOptions {
   const char *compareText;                     /* its cases; NULL: the run's own layout and tokens */
   unsigned curve[EP_BENCH_POINTS], curveCount; /* SMs of --sm-curve */
   const char *plotPath, *modelPath;
-  int profile; /* also where the time of each operation goes */
+  int profile;  /* also where the time of each operation goes */
+  int maskRank; /* of --mask-test; -1: not asked for */
   const char *profilePath;
   unsigned delayRank, delayUs; /* a rank that comes late to what is profiled; 0 us: none does */
   char command[1024];

@@ -55,6 +55,21 @@ static void configureLayer(epBench *bench) {
   bench->result->scaleBytes = epLayerScaleBytes(c);
 }
 
+int epBenchReference(const epBench *bench, const epRouting *routing, epRef **out) {
+  const epBenchOptions *o = bench->options;
+  epRefRouting in = {.ranks = o->ranks,
+                     .experts = o->experts,
+                     .topk = o->topk,
+                     .layout = o->layout,
+                     .align = o->align,
+                     .budget = bench->layer.budget,
+                     .maxTokens = o->maxTokens,
+                     .tokens = routing->tokens,
+                     .topkIdx = (const int64_t *const *)routing->idx};
+  int rc = epRefCreate(&in, out);
+  return rc ? epToolFail("reference: %s", strerror(rc)) : 0;
+}
+
 int epBenchPrepare(epBench *bench, uint64_t seed) {
   const epBenchOptions *o = bench->options;
   bench->seed = seed;
@@ -62,19 +77,8 @@ int epBenchPrepare(epBench *bench, uint64_t seed) {
   configureLayer(bench);
   for (unsigned i = 0; i < bench->routings; i++) {
     epRouting *routing = &bench->routing[i];
-    epRefRouting in = {.ranks = o->ranks,
-                       .experts = o->experts,
-                       .topk = o->topk,
-                       .layout = o->layout,
-                       .align = o->align,
-                       .budget = bench->layer.budget,
-                       .maxTokens = o->maxTokens};
-    int rc;
-    if (epRoutingMake(&o->route, epDataHash(seed, 101, i), routing)) return -1;
-    in.tokens = routing->tokens;
-    in.topkIdx = (const int64_t *const *)routing->idx;
-    rc = epRefCreate(&in, &bench->ref[i]);
-    if (rc) return epToolFail("reference: %s", strerror(rc));
+    if (epRoutingMake(&o->route, epDataHash(seed, 101, i), routing) || epBenchReference(bench, routing, &bench->ref[i]))
+      return -1;
   }
   return 0;
 }
@@ -87,7 +91,7 @@ void epBenchRelease(epBench *bench) {
   }
 }
 
-static epCheckCase caseOf(const epBench *bench, unsigned routing) {
+epCheckCase epBenchWhat(const epBench *bench, unsigned routing) {
   unsigned scaleUp = bench->options->fabric.scaleUp;
   return (epCheckCase){.ref = bench->ref[routing],
                        .routing = &bench->routing[routing],
@@ -238,7 +242,7 @@ typedef struct hashes {
 } hashes;
 
 static int checkForward(epBench *bench, epLayer *layer, unsigned routing, hashes *h) {
-  epCheckCase what = caseOf(bench, routing);
+  epCheckCase what = epBenchWhat(bench, routing);
   unsigned before = epToolFailuresHere();
   if (epLayerSetIndices(layer, routing, what.routing->idx[layer->port->rank],
                         what.routing->tokens[layer->port->rank]) ||
@@ -257,7 +261,7 @@ static int checkForward(epBench *bench, epLayer *layer, unsigned routing, hashes
 
 /* Along the record that the forward pass left. */
 static int checkBackward(epBench *bench, epLayer *layer, unsigned routing, hashes *h) {
-  epCheckCase what = caseOf(bench, routing);
+  epCheckCase what = epBenchWhat(bench, routing);
   unsigned before = epToolFailuresHere();
   if (epCheckUploadTokens(layer, &what, EP_DATA_GRADIENT) || epLayerPrefill(layer) || epPortBarrier(layer->port))
     return -1;
@@ -274,7 +278,7 @@ static int checkBackward(epBench *bench, epLayer *layer, unsigned routing, hashe
 
 /* Makes every call once, outside of graphs: capturing compiles no kernel. */
 static int warmCalls(epBench *bench, epLayer *layer) {
-  epCheckCase what = caseOf(bench, 0);
+  epCheckCase what = epBenchWhat(bench, 0);
   int rank = layer->port->rank;
   if (epLayerSetIndices(layer, 0, what.routing->idx[rank], what.routing->tokens[rank]) ||
       epCheckUploadTokens(layer, &what, EP_DATA_TOKEN) || epCheckUploadOutputs(layer, &what) ||
@@ -371,9 +375,9 @@ static int uploadAll(epBench *bench, epLayer *layer) {
     if (bench->routing[i].tokens[rank] > bench->routing[tokens].tokens[rank]) tokens = i;
     if (bench->ref[i]->rank[rank].rows > bench->ref[rows]->rank[rank].rows) rows = i;
   }
-  most = caseOf(bench, tokens);
+  most = epBenchWhat(bench, tokens);
   if (epCheckUploadTokens(layer, &most, EP_DATA_TOKEN)) return -1;
-  most = caseOf(bench, rows);
+  most = epBenchWhat(bench, rows);
   return epCheckUploadOutputs(layer, &most);
 }
 

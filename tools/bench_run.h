@@ -4,6 +4,7 @@
 
 #include "bench_options.h"
 #include "bench_result.h"
+#include "check.h"
 #include "layer.h"
 
 /* Shared by the ranks of a process; rank threads read it, and the one that prints also writes the result. */
@@ -23,10 +24,13 @@ typedef struct epBench {
 /* Makes routings and references for one seed; frees them. */
 int epBenchPrepare(epBench *bench, uint64_t seed);
 void epBenchRelease(epBench *bench);
-/* Body of epFabricRun; `context` is an epBench. */
+/* Bodies of epFabricRun; `context` is an epBench. The second one is --mask-test's (bench_masks.c). */
 int epBenchRun(epPort *port, void *context);
+int epBenchMasks(epPort *port, void *context);
 
-/* The pieces of a run, for those who put them together otherwise. All are collective; -1 ends the run. */
+/* The pieces of a run, for those who put them together otherwise. But for the first two they are collective; -1 ends the run. */
+epCheckCase epBenchWhat(const epBench *bench, unsigned routing);
+int epBenchReference(const epBench *bench, const epRouting *routing, epRef **out); /* the routing must outlive it */
 int epBenchBegin(epBench *bench, epLayer *layer); /* header, checks where asked for, inputs of every routing */
 /* One iteration of some calls (EP_PART_*); a sample of the row once i has reached --warmup. */
 int epBenchTimeOnce(epBench *bench, epLayer *layer, epBenchRow *row, unsigned parts, unsigned i);

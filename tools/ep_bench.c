@@ -18,7 +18,11 @@ static int runSchedule(epBench *bench, unsigned long long seed) {
   int rc = epBenchPrepare(bench, seed);
   fabric.seed = seed;
   if (rc || (rc = epFabricOpen(&fabric, &bench->fabric)) != 0) goto done;
-  rc = epFabricRun(bench->fabric, bench->options->curveCount ? epBenchCurve : epBenchRun, bench);
+  rc = epFabricRun(bench->fabric,
+                   bench->options->maskRank >= 0 ? epBenchMasks
+                   : bench->options->curveCount  ? epBenchCurve
+                                                 : epBenchRun,
+                   bench);
   if (epToolFailures() && !epFabricIsCuda(bench->fabric))
     fprintf(stderr, "ep_bench: seed %llu failed: the same options with --seed %llu --schedules 1 repeat it\n", seed,
             seed);
@@ -81,7 +85,7 @@ int main(int argc, char **argv) {
     }
   }
   if (result.ranks) { /* this process holds rank 0 */
-    epBenchPrintRows(&result);
+    if (options.maskRank < 0) epBenchPrintRows(&result);
     if (options.jsonPath) epBenchWriteJson(&result, options.jsonPath);
     if (options.plotPath) epBenchPlot(&result, options.plotPath);
   }
