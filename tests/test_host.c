@@ -481,6 +481,20 @@ static void timeoutComesFromTheEnvironment(void **state) {
   assert_int_equal(out.timeout_ns, 5);
 }
 
+/* Hosts are given 2 s at least: a timeout may be shorter than a host is late for reasons of its own. */
+static void hostsArePatient(void **state) {
+  (void)state;
+  epBackend be = {0};
+  assert_int_equal(epBackendTimeout(), EP_TIMEOUT_NS);
+  setenv("NCCL_EP_TIMEOUT_MS", "250", 1);
+  assert_int_equal(epBackendTimeout(), 250000000);
+  unsetenv("NCCL_EP_TIMEOUT_MS");
+  epBackendPatience(&be, 250000000);
+  assert_int_equal(be.patienceNs, 2000000000);
+  epBackendPatience(&be, 2500000000);
+  assert_int_equal(be.patienceNs, 2500000000);
+}
+
 static void differencesAreNamed(void **state) {
   (void)state;
   epTopology t = {.ranks = 4, .scaleUpRanks = 4, .scaleOutRanks = 1, .numSms = 8};
@@ -593,6 +607,7 @@ int main(void) {
       cmocka_unit_test(objectsAreKnownByKind),
       cmocka_unit_test(configurationsAreChecked),
       cmocka_unit_test(timeoutComesFromTheEnvironment),
+      cmocka_unit_test(hostsArePatient),
       cmocka_unit_test(differencesAreNamed),
       cmocka_unit_test(versionIsTheHeaders),
       cmocka_unit_test(nullsAndStrangersAreRefused),
