@@ -40,7 +40,6 @@ static ncclResult_t epCombineInputs(const char *call, const struct ncclEpHandle 
                                     int backward, uint32_t *rowBytes, uint32_t *dtype, epCombineArgs *a) {
   const epArgName tokens = {call, "inputs.tokens"}, weights = {call, "inputs.topk_weights"};
   const struct ncclEpGroup *g = h->group;
-  int flat = h->layout == NCCL_EP_LAYOUT_FLAT;
   void *dev = NULL;
   ncclResult_t r = epTensorCheck(tokens, in->tokens, 2);
   if (r == ncclSuccess) r = epCombineType(call, "inputs.tokens", in->tokens->datatype, dtype);
@@ -56,11 +55,8 @@ static ncclResult_t epCombineInputs(const char *call, const struct ncclEpHandle 
   a->tokens = dev;
   a->capacity = (uint32_t)in->tokens->sizes[0];
   if (!backward) return epTensorAbsent(weights, in->topk_weights, "the forward pass returns tokens only");
-  r = epTensorCheck(weights, in->topk_weights, flat ? 2 : 1);
-  if (r == ncclSuccess) r = epTensorType(weights, in->topk_weights, ncclFloat32);
-  if (r == ncclSuccess) r = epTensorExtent(weights, in->topk_weights, 0, a->capacity, "rows of inputs.tokens");
-  if (r == ncclSuccess && flat) r = epTensorExtent(weights, in->topk_weights, 1, h->topk, "top-k of the routing");
-  if (r == ncclSuccess) r = epTensorAddress(weights, g->be, in->topk_weights, sizeof(float), &dev);
+  r = epTensorChoices(weights, g->be, in->topk_weights, ncclFloat32, a->capacity, "rows of inputs.tokens",
+                      h->layout == NCCL_EP_LAYOUT_FLAT ? h->topk : 0, &dev);
   if (r == ncclSuccess) a->weights = dev;
   return r;
 }
@@ -83,11 +79,7 @@ static ncclResult_t epCombineOutputs(const char *call, const struct ncclEpHandle
   a->outTokens = dev;
   a->numTokens = (uint32_t)out->tokens->sizes[0];
   if (!backward) return ncclSuccess; /* outputs.topk_weights is left alone: NVIDIA's callers give it in every pass */
-  r = epTensorCheck(weights, out->topk_weights, 2);
-  if (r == ncclSuccess) r = epTensorType(weights, out->topk_weights, ncclFloat32);
-  if (r == ncclSuccess) r = epTensorExtent(weights, out->topk_weights, 0, a->numTokens, "tokens");
-  if (r == ncclSuccess) r = epTensorExtent(weights, out->topk_weights, 1, h->topk, "top-k of the routing");
-  if (r == ncclSuccess) r = epTensorAddress(weights, g->be, out->topk_weights, sizeof(float), &dev);
+  r = epTensorChoices(weights, g->be, out->topk_weights, ncclFloat32, a->numTokens, "tokens", h->topk, &dev);
   if (r == ncclSuccess) a->outWeights = dev;
   return r;
 }

@@ -13,19 +13,13 @@
 
 epConfig epMoveConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk, uint32_t rowBytes, uint32_t dtype,
                       int weights) {
-  epConfig c;
-  memset(&c, 0, sizeof c);
-  c.ranks = g->shape.ranks;
-  c.experts = g->shape.experts;
-  c.topk = topk;
+  epConfig c = epConfigOf(g, kind, topk);
   c.rowBytes = rowBytes;
   c.dtype = dtype;
-  c.layout = kind;
   c.weights = weights != 0;
   /* A flat row is one a rank already: within a domain there is nothing else to sum. */
   c.single = epShapeSingle(&g->shape) && dtype != EP_DTYPE_BYTES &&
              (kind != EP_LAYOUT_KIND_FLAT || g->topology.scaleOutRanks > 1);
-  c.mask = g->config.enable_mask != 0;
   return c;
 }
 
@@ -101,11 +95,7 @@ static ncclResult_t epDispatchInputs(const char *call, const struct ncclEpHandle
   a->tokens = dev;
   a->numTokens = (uint32_t)in->tokens->sizes[0];
   if (!forward) return epTensorAbsent(weights, in->topk_weights, "the backward pass carries no weights");
-  r = epTensorCheck(weights, in->topk_weights, 2);
-  if (r == ncclSuccess) r = epTensorType(weights, in->topk_weights, ncclFloat32);
-  if (r == ncclSuccess) r = epTensorExtent(weights, in->topk_weights, 0, a->numTokens, "tokens");
-  if (r == ncclSuccess) r = epTensorExtent(weights, in->topk_weights, 1, h->topk, "top-k of the routing");
-  if (r == ncclSuccess) r = epTensorAddress(weights, g->be, in->topk_weights, sizeof(float), &dev);
+  r = epTensorChoices(weights, g->be, in->topk_weights, ncclFloat32, a->numTokens, "tokens", h->topk, &dev);
   if (r == ncclSuccess) a->weights = dev;
   return r;
 }
@@ -145,19 +135,12 @@ static ncclResult_t epDispatchExtrasOut(const char *call, const struct ncclEpHan
     r = epTensorAbsent(weights, out->topk_weights, "the backward pass carries no weights");
     return r == ncclSuccess ? epTensorAbsent(index, out->topk_idx, "the backward pass carries no indices") : r;
   }
-  r = epTensorCheck(weights, out->topk_weights, flat ? 2 : 1);
-  if (r == ncclSuccess) r = epTensorType(weights, out->topk_weights, ncclFloat32);
-  if (r == ncclSuccess) r = epTensorExtent(weights, out->topk_weights, 0, a->capacity, "rows of outputs.tokens");
-  if (r == ncclSuccess && flat) r = epTensorExtent(weights, out->topk_weights, 1, h->topk, "top-k of the routing");
-  if (r == ncclSuccess) r = epTensorAddress(weights, g->be, out->topk_weights, sizeof(float), &dev);
+  r = epTensorChoices(weights, g->be, out->topk_weights, ncclFloat32, a->capacity, "rows of outputs.tokens",
+                      flat ? h->topk : 0, &dev);
   if (r != ncclSuccess) return r;
   a->outWeights = dev;
   if (!flat) return epTensorAbsent(index, out->topk_idx, "an expert-major slot's place says its expert");
-  r = epTensorCheck(index, out->topk_idx, 2);
-  if (r == ncclSuccess) r = epTensorType(index, out->topk_idx, ncclInt64);
-  if (r == ncclSuccess) r = epTensorExtent(index, out->topk_idx, 0, a->capacity, "rows of outputs.tokens");
-  if (r == ncclSuccess) r = epTensorExtent(index, out->topk_idx, 1, h->topk, "top-k of the routing");
-  if (r == ncclSuccess) r = epTensorAddress(index, g->be, out->topk_idx, sizeof(int64_t), &dev);
+  r = epTensorChoices(index, g->be, out->topk_idx, ncclInt64, a->capacity, "rows of outputs.tokens", h->topk, &dev);
   if (r == ncclSuccess) a->outIdx = dev;
   return r;
 }

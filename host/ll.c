@@ -78,16 +78,10 @@ static uint32_t kindOf(const struct ncclEpHandle *h) {
 
 static epConfig configOf(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk, uint32_t rowBytes, uint32_t dtype,
                          int weights) {
-  epConfig c;
-  memset(&c, 0, sizeof c);
-  c.ranks = g->shape.ranks;
-  c.experts = g->shape.experts;
-  c.topk = topk;
+  epConfig c = epConfigOf(g, kind, topk);
   c.rowBytes = rowBytes;
   c.dtype = dtype;
-  c.layout = kind;
   c.weights = weights;
-  c.mask = g->config.enable_mask != 0;
   return c;
 }
 
@@ -159,11 +153,7 @@ static ncclResult_t placesCheck(epArgName name, const struct ncclEpHandle *h, co
 static ncclResult_t weightsCheck(epArgName name, const struct ncclEpHandle *h, const ncclEpTensor_t *t, uint32_t tokens,
                                  const float **dev) {
   void *address = NULL;
-  ncclResult_t r = epTensorCheck(name, t, 2);
-  if (r == ncclSuccess) r = epTensorType(name, t, ncclFloat32);
-  if (r == ncclSuccess) r = epTensorExtent(name, t, 0, tokens, "tokens");
-  if (r == ncclSuccess) r = epTensorExtent(name, t, 1, h->topk, "top-k of the routing");
-  if (r == ncclSuccess) r = epTensorAddress(name, h->group->be, t, sizeof(float), &address);
+  ncclResult_t r = epTensorChoices(name, h->group->be, t, ncclFloat32, tokens, "tokens", h->topk, &address);
   if (r == ncclSuccess) *dev = address;
   return r;
 }

@@ -258,6 +258,7 @@ ncclResult_t epDirectAsked(const char *call, const struct ncclEpGroup *group, co
 unsigned epCallSms(const struct ncclEpGroup *group, unsigned asked, int kernelId, const epConfig *config);
 /* Configurations of the kernels, shared with ncclEpPrepare; threads and bulk are set by the policy, scaleBytes by the
  * caller. */
+epConfig epConfigOf(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk); /* what all have */
 epConfig epUpdateConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t indexBytes);
 epConfig epMoveConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t topk, uint32_t rowBytes, uint32_t dtype,
                       int weights);

@@ -123,6 +123,15 @@ typedef struct epHeapTensor {
   size_t sizes[EP_TENSOR_MAX_DIMS];
 } epHeapTensor;
 
+ncclResult_t epTensorChoices(epArgName name, epBackend *be, const ncclEpTensor_t *t, ncclDataType_t type, uint64_t rows,
+                             const char *what, uint32_t topk, void **dev) {
+  ncclResult_t r = epTensorCheck(name, t, topk ? 2 : 1);
+  if (r == ncclSuccess) r = epTensorType(name, t, type);
+  if (r == ncclSuccess) r = epTensorExtent(name, t, 0, rows, what);
+  if (r == ncclSuccess && topk) r = epTensorExtent(name, t, 1, topk, "top-k of the routing");
+  return r == ncclSuccess ? epTensorAddress(name, be, t, epTypeBytes(type), dev) : r;
+}
+
 ncclResult_t epTensorAlloc(ncclEpTensor_t **tensor, unsigned ndim, ncclDataType_t type, const size_t *sizes) {
   epHeapTensor *heap;
   if (!tensor || !sizes)

@@ -36,6 +36,10 @@ ncclResult_t epTensorAddress(epArgName name, epBackend *be, const ncclEpTensor_t
 ncclResult_t epTensorShared(epArgName name, epBackend *be, const ncclEpTensor_t *t, uint32_t align, void **dev,
                             void **shared);
 
+/* Of each of `rows` (said as `what`) its `topk` weights or indices of `type`, or with topk 0 one: all the checks above, and the address. */
+ncclResult_t epTensorChoices(epArgName name, epBackend *be, const ncclEpTensor_t *t, ncclDataType_t type, uint64_t rows,
+                             const char *what, uint32_t topk, void **dev);
+
 ncclResult_t epTensorAlloc(ncclEpTensor_t **tensor, unsigned ndim, ncclDataType_t type, const size_t *sizes);
 ncclResult_t epTensorDestroy(ncclEpTensor_t *tensor);
 

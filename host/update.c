@@ -8,15 +8,20 @@
 #include "runtime.h"
 #include "tensor.h"
 
-epConfig epUpdateConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk, uint32_t indexBytes) {
+epConfig epConfigOf(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk) {
   epConfig c;
-  memset(&c, 0, sizeof c);
+  memset(&c, 0, sizeof c); /* compared as bytes */
   c.ranks = g->shape.ranks;
   c.experts = g->shape.experts;
   c.topk = topk;
   c.layout = kind;
-  c.indexBytes = indexBytes;
   c.mask = g->config.enable_mask != 0;
+  return c;
+}
+
+epConfig epUpdateConfig(const struct ncclEpGroup *g, uint32_t kind, uint32_t topk, uint32_t indexBytes) {
+  epConfig c = epConfigOf(g, kind, topk);
+  c.indexBytes = indexBytes;
   return c;
 }
 
