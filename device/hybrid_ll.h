@@ -14,7 +14,7 @@
 #define EP_DEVICE_HYBRID_LL_H_
 
 #include "hybrid_ll_layout.h"
-#include "ll.h"
+#include "ll_mask.h"
 #include "rail.h"
 
 struct epLlRail {
@@ -63,12 +63,19 @@ struct epLlPut {
   uint32_t bytes; /* 0: nothing */
 };
 
+/* What domain o's rank was told by its signal ROWS of channel i, or if that is their number by MESSAGE; with masks where re-admission looks. */
+template <class C> DEV uint64_t *ep_ll_told(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t i) {
+  uint64_t slot = g.scratchLayout.state / EP_SECTION_ALIGN;
+  if (c.mask)
+    return ep_sent(c, g, h, o, i == h.layout.channels ? 0 : 3 + i);
+  return (uint64_t *)(g.scratch + h.layout.state) + (slot * w.domains + o) * (h.layout.channels + 1) + i;
+}
+
 /* A thread: the put, and then the strong signal `signal` of domain o's rank of the rail is to be `want`; `index`: of what was told before. */
 template <class C>
 DEV void ep_ll_tell(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t context, uint32_t signal,
                     uint32_t index, uint64_t want, const epLlPut &put) {
-  uint64_t slot = g.scratchLayout.state / EP_SECTION_ALIGN;
-  uint64_t *told = (uint64_t *)(g.scratch + h.layout.state) + (slot * w.domains + o) * (h.layout.channels + 1) + index;
+  uint64_t *told = ep_ll_told(c, g, h, w, o, index);
   uint64_t add = want - p::ldg<uint64_t>(told);
   if (c.bug == EP_BUG_GIN_SIGNAL_FIRST) {
     p::gin_signal(h.gin, context, o, signal, add);
@@ -115,10 +122,26 @@ DEV void ep_ll_put_chunk(const C c, const epGroupArgs &g, const epHybridGroup &h
   ep_ll_tell(c, g, h, w, o, context, epLlSignalRows(w.domains, h.layout.channels, w.domain, channel), channel, epTailOf(gen, done), put);
 }
 
-DEV bool ep_ll_wait_tail(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t channel, uint32_t gen, uint32_t chunks,
-                         uint32_t phase) {
-  return ep_wait_signal(g, h, ep_context(h, channel), epLlSignalRows(w.domains, h.layout.channels, o, channel), epTailOf(gen, chunks), EP_TAIL_ROLL,
-                        phase, o * w.ups + w.up);
+/* A thread: this rank's signal from domain o has come to `want`. False: gave up; with masks, perhaps on that rail alone (ep_stopped). What has come
+ * counts, whoever is masked meanwhile. */
+template <class C>
+DEV bool ep_ll_wait_rail(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t context, uint32_t signal,
+                         uint64_t want, uint32_t bits, uint32_t phase) {
+  uint32_t peer = o * w.ups + w.up;
+  if (!c.mask)
+    return ep_wait_signal(g, h, context, signal, want, bits, phase, peer);
+  auto read = [&]() { return p::gin_read(h.gin, context, signal); };
+  auto done = [&](uint64_t seen) { return ep_reached(seen, want, bits); };
+  if (ep_ll_left_out(c, peer))
+    return false;
+  return done(read()) || ep_await_value(c, g, read, done, want, bits, phase, peer);
+}
+
+template <class C>
+DEV bool ep_ll_wait_tail(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t channel, uint32_t gen,
+                         uint32_t chunks, uint32_t phase) {
+  return ep_ll_wait_rail(c, g, h, w, o, ep_context(h, channel), epLlSignalRows(w.domains, h.layout.channels, o, channel), epTailOf(gen, chunks),
+                         EP_TAIL_ROLL, phase);
 }
 /* Whole warp: chunk i of what domain o sends has come, whole. */
 template <class C>
@@ -126,20 +149,35 @@ DEV bool ep_ll_wait_chunk(const C c, const epGroupArgs &g, const epHybridGroup &
                           uint32_t phase) {
   bool ok = true;
   if (p::lane() == 0 && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_ll_wait_tail(g, h, w, o, i % h.layout.channels, gen, i / h.layout.channels + 1, phase);
+    ok = ep_ll_wait_tail(c, g, h, w, o, i % h.layout.channels, gen, i / h.layout.channels + 1, phase);
   ok = p::shfl(p::FULL, ok, 0);
   p::sync_warp();
   return ok;
 }
 
 /* Whole warp: the message of domain o's rank has come. */
-DEV bool ep_ll_wait_message(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t gen, uint32_t phase) {
+template <class C>
+DEV bool ep_ll_wait_message(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t gen, uint32_t phase) {
   bool ok = true;
   if (p::lane() == 0)
-    ok = ep_wait_signal(g, h, 0, epLlSignalMessage(o), gen, EP_GENERATION_ROLL, phase, o * w.ups + w.up);
+    ok = ep_ll_wait_rail(c, g, h, w, o, 0, epLlSignalMessage(o), gen, EP_GENERATION_ROLL, phase);
   ok = p::shfl(p::FULL, ok, 0);
   p::sync_warp();
   return ok;
+}
+
+/* Nothing goes to domain o, or comes from there. */
+template <class C> DEV bool ep_ll_rail_left_out(const C c, const epPlace &w, uint32_t o) { return ep_ll_left_out(c, o * w.ups + w.up); }
+/* Whole warp, a wait for domain o gave up: with masks this rank's domain is told that no more comes from its rail's rank there. False: it was for
+ * good. */
+template <class C> DEV bool ep_ll_rail_missing(const C c, const epGroupArgs &g, const epPlace &w, uint32_t o, uint32_t gen) {
+  if (!c.mask || p::ballot(p::FULL, ep_stopped(c, g)))
+    return false;
+#pragma unroll 1
+  for (uint32_t r = w.domain * w.ups + p::lane(); r < (w.domain + 1) * w.ups; r += 32)
+    if (!ep_ll_left_out(c, r))
+      p::st_relaxed_sys(ep_hello(g, ep_ll_window(r), o * w.ups + w.up, gen), (uint64_t)gen << 32 | EP_LOST);
+  return true;
 }
 
 /* Warp `index` of `warps`: use(o, k, step) for domains of its own, so that none is held up by another that is late; with more warps than domains it is
@@ -160,15 +198,15 @@ template <class C> DEV void ep_ll_greet_far(const epLlRail &net, const C c, cons
   epPlace w = ep_place(c, g);
 #pragma unroll 1
   for (uint32_t o = p::lane(); o < w.domains; o += 32)
-    if (o != w.domain)
-      p::gin_signal_weak(net.h.gin, 0, o, epLlSignalGreet(w.domains, w.domain), 1);
+    if (o != w.domain && !ep_ll_rail_left_out(c, w, o))
+      p::gin_signal_weak(net.h.gin, 0, o, epLlSignalGreet(w.domains, w.domain), c.mask ? ep_rail_owes(c, g, net.h, o, 2, p::lds<uint32_t>(ep_ll_gen_at())) : 1);
 }
 template <class C> DEV void ep_ll_greeted_far(const epLlRail &net, const C c, const epGroupArgs &g, const epLlOp &op, uint32_t phase) {
   epPlace w = ep_place(c, g);
 #pragma unroll 1
   for (uint32_t o = p::lane(); o < w.domains && c.bug != EP_BUG_NO_CREDIT; o += 32)
-    if (o != w.domain && !ep_wait_signal(g, net.h, 0, epLlSignalGreet(w.domains, o), c.bug == EP_BUG_GIN_SLOT_EARLY ? op.gen - 1 : op.gen,
-                                         EP_GENERATION_ROLL, phase, o * w.ups + w.up))
+    if (o != w.domain && !ep_ll_wait_rail(c, g, net.h, w, o, 0, epLlSignalGreet(w.domains, o), c.bug == EP_BUG_GIN_SLOT_EARLY ? op.gen - 1 : op.gen,
+                                          EP_GENERATION_ROLL, phase) && ep_stopped(c, g))
       return;
 }
 

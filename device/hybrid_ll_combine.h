@@ -26,7 +26,7 @@ DEV void ep_ll_weights_far(const epLlRail &net, const C c, const epLlCombineArgs
   p::sync_threads();
 #pragma unroll 1
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
-    if (o == w.domain)
+    if (o == w.domain || ep_ll_rail_left_out(c, w, o))
       continue;
     ep_ll_put_message(c, a.group, net.h, w, o, op.gen, {ep_ll_rail_weights(c, a.group, net.h, w, op.gen, w.domain), out, 4 * n});
   }
@@ -34,12 +34,12 @@ DEV void ep_ll_weights_far(const epLlRail &net, const C c, const epLlCombineArgs
     const uint32_t *told = (const uint32_t *)(ep_ll_window(w.rank) + ep_ll_rail_weights(c, a.group, net.h, w, op.gen, o));
     const int32_t *forward = (const int32_t *)(a.record + rec.forward) + o * section;
     uint32_t theirs = c.topk * p::ldg<uint32_t>((const uint32_t *)(a.record + rec.fwdTokens) + o);
-    if (!ep_ll_wait_message(a.group, net.h, w, o, op.gen, EP_PHASE_COMBINE_ROWS))
-      return false;
+    if (!ep_ll_wait_message(c, a.group, net.h, w, o, op.gen, EP_PHASE_COMBINE_ROWS))
+      return ep_ll_rail_missing(c, a.group, w, o, op.gen);
 #pragma unroll 1
     for (uint32_t i = 32 * k + p::lane(); i < theirs; i += 32 * step) {
       int32_t e = p::ldg<int32_t>(forward + i);
-      if (e >= 0)
+      if (e >= 0 && !ep_ll_left_out(c, (uint32_t)e / (c.experts / c.ranks)))
         p::st_relaxed_sys(ep_ll_weights(c, a, op, (uint32_t)e / (c.experts / c.ranks), o * w.ups + w.up) + i,
                           (uint64_t)op.gen << 32 | p::ldg<uint32_t>(told + i));
     }
@@ -59,6 +59,7 @@ struct epLlForward {
   uint32_t o;
 };
 DEV uint32_t ep_ll_writer(const epLlForward &net, uint32_t owner) { return net.o * net.w.ups + owner % net.w.ups; }
+template <class C> DEV bool ep_ll_unwanted(const epLlForward &net, const C c, const epGroupArgs &g) { return ep_rail_masked(c, g, net.o); }
 template <class C>
 DEV bool ep_ll_reduced(const epLlForward &net, const C, const epLlCombineArgs &a, const epLlOp &, uint32_t t, uint32_t strip, uint32_t bytes,
                        const epLlToken &, const uint4 *out) {
@@ -75,7 +76,6 @@ DEV bool ep_ll_forward_chunk(const C c, const epHybridLlCombineArgs &b, const ep
   epLlForward net = {b.hybrid, w, o};
   uint32_t t0 = i * epLlChunkTokens(c.topk), n = epLlChunkTokens(c.topk), strips = epLlStrips(c.rowBytes), l = p::lane(), some = 0;
   const int32_t *forward = (const int32_t *)(a.record + ep_ll_rail_record(c, a.group, a.recordLayout).forward);
-  bool ok = true;
   n = t0 + n < tokens ? n : tokens - t0;
   auto decided = [&](uint32_t x) { /* the lane's */
     return l < c.topk ? p::ldg<int32_t>(forward + ((uint64_t)o * a.group.maxTokens + t0 + x) * c.topk + l) : -1;
@@ -83,15 +83,25 @@ DEV bool ep_ll_forward_chunk(const C c, const epHybridLlCombineArgs &b, const ep
 #pragma unroll 1
   for (uint32_t x = 0; x < n; x++)
     some |= (uint32_t)(p::ballot(p::FULL, decided(x) >= 0) != 0) << x;
+  auto sums = [&]() {
+    bool ok = true;
 #pragma unroll 1
-  for (uint32_t item = p::warp(); item < n * strips && ok; item += c.threads / 32) {
-    uint32_t x = item / strips;
-    epLlToken token = {decided(x), 0};
-    if (some >> x & 1)
-      ok = ep_ll_reduce<1>(net, c, a, op, t0 + x, item % strips, token);
+    for (uint32_t item = p::warp(); item < n * strips && ok; item += c.threads / 32) {
+      uint32_t x = item / strips;
+      epLlToken token = {decided(x), 0};
+      if (some >> x & 1)
+        ok = ep_ll_reduce<1>(net, c, a, op, t0 + x, item % strips, token);
+    }
+    return ep_block_agrees(ok);
+  };
+  while (!sums()) { /* with masks again, without who was lost, so that all strips are alike */
+    if (!c.mask || !ep_block_agrees(!ep_stopped(c, a.group)))
+      return false;
+    if (!ep_block_agrees(!ep_rail_masked(c, a.group, o)))
+      return true;
+    (void)ep_ll_leaves_lost(c, a.group, op.gen);
+    p::sync_threads();
   }
-  if (!ep_block_agrees(ok))
-    return false;
   if (p::tid() == 0)
     ep_ll_put_chunk(c, a.group, b.hybrid, w, o, i, op.gen, some, ep_ll_send_row(a.group, b.hybrid, epRegionOf(w.domain, o), t0),
                     ep_ll_rail_head(a.group), c.rowBytes);
@@ -106,18 +116,19 @@ template <class C> DEV void ep_ll_forward(const C c, const epHybridLlCombineArgs
   bool ok = true;
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
-  if (op.lost)
+  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
     return ep_ll_end(c, a.group, op, a.blocks);
+  auto tokensOf = [&](uint32_t o) { return ep_ll_rail_left_out(c, w, o) ? 0 : p::ldg<uint32_t>(fwdTokens + o); };
 #pragma unroll 1
   for (uint32_t o = 0; o < w.domains; o++) {
-    uint32_t n = ep_ll_chunks(c, p::ldg<uint32_t>(fwdTokens + o));
+    uint32_t n = ep_ll_chunks(c, tokensOf(o));
     most = n > most ? n : most;
   }
 #pragma unroll 1
   for (uint32_t i = first; i < most && ok; i += a.forwardBlocks) {
 #pragma unroll 1
     for (uint32_t q = 1; q < w.domains && ok; q++) {
-      uint32_t o = (w.domain + q) % w.domains, tokens = p::ldg<uint32_t>(fwdTokens + o);
+      uint32_t o = (w.domain + q) % w.domains, tokens = tokensOf(o);
       if (i < ep_ll_chunks(c, tokens))
         ok = ep_ll_forward_chunk(c, b, w, op, o, i, tokens);
     }
@@ -151,9 +162,15 @@ DEV bool ep_ll_reduced(const epLlRail &net, const C c, const epLlCombineArgs &a,
 #pragma unroll
       for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
         y[i] = p::lds<uint4>(buffer + 512 * i);
+    } else if (ep_ll_rail_left_out(c, w, from)) {
+      continue;
     } else {
-      if (!ep_ll_wait_chunk(c, a.group, net.h, w, from, t / epLlChunkTokens(c.topk), op.gen, EP_PHASE_COMBINE_ROWS))
-        return false;
+      if (!ep_ll_wait_chunk(c, a.group, net.h, w, from, t / epLlChunkTokens(c.topk), op.gen, EP_PHASE_COMBINE_ROWS)) {
+        if (!c.mask || p::ballot(p::FULL, ep_stopped(c, a.group)))
+          return false;
+        ep_ll_lose(c, a.group, op, from * w.ups + w.up);
+        continue;
+      }
       ep_ll_load(ep_ll_window(w.rank) + ep_ll_rail_row(a.group, net.h, w, op.gen, w.domain, from, t) + ep_ll_rail_head(a.group) +
                      strip * EP_STRIP_DATA,
                  bytes, y);
@@ -172,8 +189,8 @@ template <class C> DEV void ep_ll_rows_came(const epLlRail &net, const C c, cons
   uint32_t used = chunks < net.h.layout.channels ? chunks : net.h.layout.channels;
 #pragma unroll 1
   for (uint32_t i = p::lane(); i < w.domains * used; i += 32)
-    if (i / used != w.domain && !ep_ll_wait_tail(a.group, net.h, w, i / used, i % used, op.gen, ep_ll_channel_chunks(net.h, chunks, i % used),
-                                                 EP_PHASE_COMBINE_ROWS))
+    if (i / used != w.domain && !ep_ll_wait_tail(c, a.group, net.h, w, i / used, i % used, op.gen, ep_ll_channel_chunks(net.h, chunks, i % used),
+                                                 EP_PHASE_COMBINE_ROWS) && ep_stopped(c, a.group))
       return;
 }
 
@@ -183,6 +200,7 @@ template <class C> DEV void ep_hybrid_ll_combine(const C c, const epHybridLlComb
     return;
   epLlRail net = {b.hybrid};
   p::grid_wait();
+  ep_block_begins(c);
   epProfile profile = ep_profile_begin(a.group, EP_KERNEL_HYBRID_LL_COMBINE);
   uint32_t returning = a.pushBlocks - a.forwardBlocks;
   if (c.part == EP_PART_RECEIVE || (c.part == EP_PART_WHOLE && p::bid() >= a.pushBlocks))
@@ -195,6 +213,8 @@ template <class C> DEV void ep_hybrid_ll_combine(const C c, const epHybridLlComb
     ep_ll_send_weights(c, a, net);
   else
     ep_ll_return(c, a, returning);
+  if (c.mask && ep_ll_repairs(c, a.group, a.blocks) && c.part != EP_PART_SEND) /* what is lost in the sending part is so in the other */
+    ep_ll_reduce_again(c, a, net);
   ep_profile_end(profile, p::bid() >= a.pushBlocks ? EP_SPAN_RECEIVE : EP_SPAN_SEND, a.blocks);
 }
 

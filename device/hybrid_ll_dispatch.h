@@ -32,7 +32,7 @@ DEV void ep_ll_counts_to_far(const epLlRail &net, const C c, const epLlDispatchA
   p::sync_threads();
 #pragma unroll 1
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
-    if (o == w.domain)
+    if (o == w.domain || ep_ll_rail_left_out(c, w, o))
       continue;
     ep_ll_put_message(c, a.group, net.h, w, o, op.gen, {ep_ll_rail_counts(c, net.h, w, op.gen, w.domain), out + 4ull * o * words, 4 * words});
   }
@@ -49,12 +49,16 @@ DEV bool ep_ll_counts_from_far(const epLlRail &net, const C c, const epLlDispatc
   epHybridRecord rec = ep_ll_rail_record(c, a.group, a.recordLayout);
   uint32_t *fwdTokens = (uint32_t *)(a.record + rec.fwdTokens), locals = c.experts / c.ranks, words = w.ups * (locals + 1);
   auto store = [&](uint32_t o, uint32_t k, uint32_t step) {
-    if (!ep_ll_wait_message(a.group, net.h, w, o, op.gen, EP_PHASE_UPDATE_COUNTS))
-      return false;
+    if (!ep_ll_wait_message(c, a.group, net.h, w, o, op.gen, EP_PHASE_UPDATE_COUNTS)) {
+      if (c.mask && k == 0 && p::lane() == 0)
+        p::stg<uint32_t>(fwdTokens + o, 0);
+      return ep_ll_rail_missing(c, a.group, w, o, op.gen);
+    }
     const uint32_t *told = (const uint32_t *)(ep_ll_window(w.rank) + ep_ll_rail_counts(c, net.h, w, op.gen, o));
 #pragma unroll 1
     for (uint32_t i = 32 * k + p::lane(); i < words; i += 32 * step)
-      p::st_relaxed_sys(ep_ll_counts(c, a, op, w.domain * w.ups + i / (locals + 1), o * w.ups + w.up) + i % (locals + 1),
+      if (!ep_ll_left_out(c, w.domain * w.ups + i / (locals + 1)))
+        p::st_relaxed_sys(ep_ll_counts(c, a, op, w.domain * w.ups + i / (locals + 1), o * w.ups + w.up) + i % (locals + 1),
                         (uint64_t)op.gen << 32 | p::ldg<uint32_t>(told + i));
     if (k == 0 && p::lane() == 0)
       p::stg<uint32_t>(fwdTokens + o, ep_ll_rail_tokens(c, net.h, w, op.gen, o));
@@ -109,7 +113,7 @@ DEV void ep_ll_tokens_to_far(const epLlRail &net, const C c, const epLlDispatchA
       uint32_t lanes = p::ballot(p::FULL, mine == from + i);
       wants = i == p::lane() ? lanes : wants;
     }
-    if (o >= w.domains || o == w.domain)
+    if (o >= w.domains || o == w.domain || ep_ll_rail_left_out(c, w, o))
       continue;
 #pragma unroll
     for (uint32_t i = 0; i < epLlChunkTokens(c.topk); i++)
@@ -142,6 +146,7 @@ DEV void ep_ll_forward_strip(const C c, const epHybridLlDispatchArgs &b, const e
     p::stg<int32_t>((int32_t *)(a.record + rec.forward) + ((uint64_t)o * a.group.maxTokens + t) * c.topk + l,
                     here ? (int32_t)(owner * locals + EP_ENTRY_EXPERT(entry)) : -1);
   }
+  here = here && !ep_ll_left_out(c, owner); /* though it keeps its place in the token's sum */
   uint32_t same = ep_ll_same(here, here ? owner : 0, c.ranks), sends = p::ballot(p::FULL, here && (same & ep_lanes_below()) == 0);
   if (!sends)
     return;
@@ -169,13 +174,13 @@ template <class C> DEV void ep_ll_forward(const C c, const epHybridLlDispatchArg
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   auto forward = [&](uint32_t o, uint32_t k, uint32_t step) {
-    if (!ep_ll_wait_message(a.group, b.hybrid, w, o, op.gen, EP_PHASE_UPDATE_COUNTS))
-      return false;
+    if (!ep_ll_wait_message(c, a.group, b.hybrid, w, o, op.gen, EP_PHASE_UPDATE_COUNTS))
+      return ep_ll_rail_missing(c, a.group, w, o, op.gen);
     uint32_t items = strips * ep_ll_rail_tokens(c, b.hybrid, w, op.gen, o);
 #pragma unroll 1
     for (uint32_t i = k; i < items; i += step) {
       if (!ep_ll_wait_chunk(c, a.group, b.hybrid, w, o, i / strips / epLlChunkTokens(c.topk), op.gen, EP_PHASE_DISPATCH_ROWS))
-        return false;
+        return ep_ll_rail_missing(c, a.group, w, o, op.gen);
       ep_ll_forward_strip(c, b, w, op, o, i / strips, i % strips);
     }
     return true;
@@ -191,6 +196,7 @@ template <class C> DEV void ep_hybrid_ll_dispatch(const C c, const epHybridLlDis
     return;
   epLlRail net = {b.hybrid};
   p::grid_wait();
+  ep_block_begins(c);
   epProfile profile = ep_profile_begin(a.group, EP_KERNEL_HYBRID_LL_DISPATCH);
   uint32_t received = a.pushBlocks + 1 + a.forwardBlocks;
   if (p::bid() == 0)
@@ -203,6 +209,8 @@ template <class C> DEV void ep_hybrid_ll_dispatch(const C c, const epHybridLlDis
     ep_ll_forward(c, b);
   else
     ep_ll_receive(c, a, net, received);
+  if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
+    ep_ll_empty(c, a);
   ep_profile_end(profile, p::bid() == 0 ? EP_SPAN_RECORD : p::bid() < received ? EP_SPAN_SEND : EP_SPAN_RECEIVE, a.blocks);
 }
 

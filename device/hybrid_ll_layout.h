@@ -15,9 +15,12 @@
  * whose generation is another did not come, and will not, once the tail of its chunk has. So nothing else may lie in that word: heads have the
  * room of the group's top-k, stride is its widest row's, and combine's rows leave the head alone.
  *
+ * With masks `hello` of a rank of another domain is its bringer's: (generation << 32 | EP_LOST), nothing more of it comes in that operation.
+ *
  * Signals of a rank, by sending domain o: MESSAGE, the generation whose counts or weights have come; GREET, as `hello`; ROWS, one a channel, a
  * tail of chunks (hybrid_layout.h), epLlChunkTokens each: chunk i goes by channel i % C. A tail skips operations in which the channel had nothing to
- * do, so the sender keeps what it has told: u64 [EP_SLOTS][O][C + 1] in the group's scratch, the last one of a domain for MESSAGE.
+ * do, so the sender keeps what it has told: u64 [EP_SLOTS][O][C + 1] in the group's scratch, the last one of a domain for MESSAGE. With masks that
+ * is `sent` of mask_layout.h, with GREET.
  *
  * Routing record: that of ll_layout.h and then, as in hybrid_layout.h, fwdTokens u32 [O], and forward i32 [O][B][K]: global expert of the decisions of
  * my rail's rank for this domain, or -1. */

@@ -42,15 +42,20 @@ DEV uint32_t ep_ll_window_at(uint32_t rank) { return p::smem_base() + EP_VERDICT
 DEV uint8_t *ep_ll_window(uint32_t rank) { return (uint8_t *)p::lds<uint64_t>(ep_ll_window_at(rank)); }
 template <class C> DEV uint32_t ep_ll_table(const C c, uint32_t i) { return ep_ll_window_at(c.ranks) + 4 * i; }
 
-/* With masks the window of a rank that is left out of the operation is 0, the same in all blocks. */
+/* With masks the window of a rank that is left out of the operation is 0, the same in all blocks; and so is that of a rank of another domain
+ * which comes by one that is. Those of others there are EP_LL_FAR. */
+#define EP_LL_FAR 1u
 template <class C> DEV uint64_t ep_ll_window_of(const C c, const epGroupArgs &g, uint32_t rank) {
   if (c.mask && p::ld_relaxed_sys(ep_mask_words(c, g).left + rank)) return 0;
+  if (c.mask && ep_is_far(c, g, rank)) return p::ld_relaxed_sys(ep_mask_words(c, g).left + ep_bringer(c, g, rank)) ? 0 : EP_LL_FAR;
   return p::ldg<uint64_t>(g.windows + rank);
 }
 template <class C> DEV bool ep_ll_left_out(const C c, uint32_t rank) { return c.mask && !ep_ll_window(rank); }
 /* In another scale-up domain, where no store reaches; what is done for ranks there is left to the overloads that hybrid_ll.h has beside
  * those for `epLlOneDomain`, which do nothing. */
-template <class C> DEV bool ep_ll_far(const C c, uint32_t rank) { return c.scaleUp && !ep_ll_window(rank); }
+template <class C> DEV bool ep_ll_far(const C c, uint32_t rank) {
+  return c.scaleUp && (c.mask ? p::lds<uint64_t>(ep_ll_window_at(rank)) == EP_LL_FAR : !ep_ll_window(rank));
+}
 struct epLlOneDomain {
   enum { shares = 1 }; /* of combine's sums this rank's own part is made on the spot */
 };
@@ -204,7 +209,7 @@ DEV void ep_ll_greeted(const C c, const epGroupArgs &g, const epLlWindowLayout &
   const uint32_t *begun = (const uint32_t *)(ep_ll_window(g.rank) + w.begun);
 #pragma unroll 1
   for (uint32_t r = p::lane(); r < c.ranks && c.bug != EP_BUG_NO_CREDIT; r += 32)
-    if (r != g.rank && !ep_ll_far(c, r) && !ep_await_flag(c, g, begun + r, op.gen, phase, r) && ep_stopped(c, g))
+    if (r != g.rank && !ep_ll_left_out(c, r) && !ep_ll_far(c, r) && !ep_await_flag(c, g, begun + r, op.gen, phase, r) && ep_stopped(c, g))
       return;
 }
 
@@ -274,8 +279,11 @@ DEV int ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, bool nar
         seen = x[i].x;
     if (round == 0)
       patience.start = start = p::globaltimer();
-    if (c.mask ? ep_peer_give_up(c, g, patience, round, phase, peer, op.gen, seen)
-               : ep_give_up(g, start, round, phase, peer, op.gen, seen)) {
+    if (round == 0 && c.mask)
+      ep_wait_begins(c, g, patience);
+    bool masked = c.mask && round == 0 && peer != g.rank && ep_masked(c, g, peer);
+    if (masked || (c.mask ? ep_peer_give_up(c, g, patience, round, phase, peer, op.gen, seen)
+                          : ep_give_up(g, start, round, phase, peer, op.gen, seen))) {
       result = EP_LL_GAVE_UP;
       break;
     }
@@ -396,38 +404,6 @@ DEV void ep_ll_send(uint8_t *to, uint32_t bytes, const uint4 *u) {
   for (uint32_t i = 0; i < EP_STRIP_UNITS; i++)
     if (wanted >> i & 1)
       p::st_relaxed_sys128(to + 512 * i, u[i]);
-}
-
-/* ---- Masks: what is not the same in all blocks is put right by the one that ends last --------------------------------- */
-
-/* Rows of `peer` did not come, somewhere: it is left out of the whole operation. */
-template <class C> DEV void ep_ll_lose(const C c, const epGroupArgs &g, const epLlOp &op, uint32_t peer) {
-  p::st_relaxed_sys(ep_mask_words(c, g).lost + peer, op.gen);
-}
-
-/* Whole block, at its end: true in the last one of the operation where rows were lost; the windows of those who lost them are 0 there.
- * The masks of now are those of the next operation. */
-template <class C> DEV bool ep_ll_repairs(const C c, const epGroupArgs &g, uint32_t blocks) {
-  epMaskSlot *state = ep_mask_slot(c, g);
-  epMaskWords w = ep_mask_words(c, g);
-  bool any = false, last = true;
-  p::sync_threads();
-  if (p::tid() == 0)
-    last = p::atomic_add_acq_rel_gpu(&state->finished, 1) == blocks - 1;
-  if (!ep_block_agrees(last))
-    return false;
-  uint32_t gen = p::ld_relaxed_sys(&ep_state(g)->stageGen) + (c.part == EP_PART_SEND); /* which has left it as it was */
-#pragma unroll 1
-  for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
-    bool lost = p::ld_relaxed_sys(w.lost + r) == gen && !ep_ll_left_out(c, r);
-    if (lost)
-      p::sts<uint64_t>(ep_ll_window_at(r), 0);
-    any = any || lost;
-    p::st_relaxed_sys(w.left + r, ep_masked(c, g, r) ? 1 : 0);
-  }
-  if (p::tid() == 0)
-    p::st_relaxed_sys(&state->finished, 0);
-  return !ep_block_agrees(!any);
 }
 
 template <class C> DEV uint32_t ep_ll_buffer(const C c, int kernelId) {

@@ -14,7 +14,7 @@
 #ifndef EP_DEVICE_LL_COMBINE_H_
 #define EP_DEVICE_LL_COMBINE_H_
 
-#include "ll.h"
+#include "ll_mask.h"
 #include "numbers.h"
 
 #define EP_LL_SLOT_BATCH 3  /* slots whose loads are on their way together: of a row that is sent */
@@ -205,7 +205,7 @@ template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a,
     const uint64_t *words = ep_ll_weights(c, a, op, me, x.s) + (uint64_t)x.token * c.topk;
     auto known = [&](uint32_t &weight) {
       return x.slot == EP_NONE ||
-             ep_await_word(c, a.group, words + p::lane(), op.gen, EP_PHASE_COMBINE_ROWS, x.s, &weight);
+             ep_ll_await_word(c, a.group, op, words + p::lane(), EP_PHASE_COMBINE_ROWS, x.s, &weight);
     };
     if (!ep_ll_weigh<EP_LL_SLOT_BATCH>(c, a, x.slot, x.strip, known, x.v))
       return false;
@@ -308,6 +308,8 @@ template <class C> DEV epLlToken ep_ll_token_ask(const C c, const epLlCombineArg
 
 /* Whose region has the row of `owner`. The strip's sum `out`, to where it belongs; false: gave up. */
 DEV uint32_t ep_ll_writer(const epLlOneDomain &, uint32_t owner) { return owner; }
+/* Nobody will have the sum, so rows for it need not come. */
+template <class N, class C> DEV bool ep_ll_unwanted(const N &, const C, const epGroupArgs &) { return false; }
 template <class C>
 DEV bool ep_ll_reduced(const epLlOneDomain &, const C c, const epLlCombineArgs &a, const epLlOp &, uint32_t t, uint32_t strip,
                        uint32_t bytes, const epLlToken &, const uint4 *out) {
@@ -365,11 +367,12 @@ DEV bool ep_ll_reduce(const N &net, const C c, const epLlCombineArgs &a, const e
         ep_ll_sum_add(c, sum, share);
       } else if (m) {
         uint32_t from = p::ffs(m) - 1;
-        if (ep_ll_settle<EP_STRIP_UNITS, false>(c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_COMBINE_ROWS,
-                                                p::shfl(p::FULL, owner, from),
-                                                ep_ll_unit_at(ep_ll_from(address, from), strip), y[b],
-                                                []() { return false; }) != EP_LL_CAME) {
-          if (c.mask)
+        int came = ep_ll_settle<EP_STRIP_UNITS, false>(c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_COMBINE_ROWS,
+                                                       p::shfl(p::FULL, owner, from),
+                                                       ep_ll_unit_at(ep_ll_from(address, from), strip), y[b],
+                                                       [&]() { return ep_ll_unwanted(net, c, a.group); });
+        if (came != EP_LL_CAME) {
+          if (c.mask && came == EP_LL_GAVE_UP)
             ep_ll_lose(c, a.group, op, p::shfl(p::FULL, owner, from));
           return false;
         }
@@ -426,7 +429,7 @@ template <class C, class N> DEV void ep_ll_reduce_all(const C c, const epLlCombi
 }
 
 /* Whole block, the last one to end: sums that would have had rows of ranks that fell out meanwhile, without them. */
-template <class C> DEV_APART void ep_ll_reduce_again(const C c, const epLlCombineArgs &a) {
+template <class C, class N> DEV_APART void ep_ll_reduce_again(const C c, const epLlCombineArgs &a, const N &net) {
   uint32_t warps = c.threads / 32, strips = epLlStrips(c.rowBytes);
   uint32_t items = strips * ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
   const uint32_t *lost = ep_mask_words(c, a.group).lost;
@@ -434,9 +437,10 @@ template <class C> DEV_APART void ep_ll_reduce_again(const C c, const epLlCombin
 #pragma unroll 1
   for (uint32_t i = p::warp(); i < items; i += warps) {
     epLlToken x = ep_ll_token_ask(c, a, i / strips);
-    bool had = x.expert >= 0 && p::ld_relaxed_sys(lost + (uint32_t)x.expert / (c.experts / c.ranks)) == op.gen;
+    bool had = x.expert >= 0 &&
+               p::ld_relaxed_sys(lost + ep_returner(c, a.group, (uint32_t)x.expert / (c.experts / c.ranks))) == op.gen;
     if (p::ballot(p::FULL, had))
-      ep_ll_reduce<1>(epLlOneDomain(), c, a, op, i / strips, i % strips, x);
+      ep_ll_reduce<1>(net, c, a, op, i / strips, i % strips, x);
   }
 }
 
@@ -453,7 +457,7 @@ template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
   else
     ep_ll_return(c, a, a.pushBlocks);
   if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
-    ep_ll_reduce_again(c, a);
+    ep_ll_reduce_again(c, a, net);
   ep_profile_end(profile, p::bid() >= a.pushBlocks ? EP_SPAN_RECEIVE : EP_SPAN_SEND, a.blocks);
 }
 

@@ -15,6 +15,7 @@
 #ifndef EP_DEVICE_LL_DISPATCH_H_
 #define EP_DEVICE_LL_DISPATCH_H_
 
+#include "ll_mask.h"
 #include "ll_quantise.h"
 
 /* ---- Decisions ----------------------------------------------------------------------------------------------------- */
@@ -158,7 +159,7 @@ template <class C> DEV bool ep_ll_gather_living(const C c, const epLlDispatchArg
 #pragma unroll 1
   for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
     uint32_t v = 0;
-    if (!ep_await_word(c, a.group, counts + i, op.gen, EP_PHASE_UPDATE_COUNTS, i / words, &v)) {
+    if (!ep_ll_await_word(c, a.group, op, counts + i, EP_PHASE_UPDATE_COUNTS, i / words, &v)) {
       p::sadd(ep_ll_rows_sum(c, i / words), 1);
       ok = ok && !ep_stopped(c, a.group);
     }
@@ -652,14 +653,16 @@ template <class C> DEV int ep_ll_take(const C c, const epLlDispatchArgs &a, cons
   epLlArrival &r = x.r;
   const uint64_t *word = ep_ll_counts(c, a, op, me, r.s) + c.experts / c.ranks;
   auto absent = [&]() {
+    if (c.mask)
+      return ep_ll_gone(c, a.group, op, r.s);
     if (!rankMajor)
       return false;
     if ((uint32_t)(x.count >> 32) != op.gen)
       x.count = p::ld_relaxed_sys(word);
     return (uint32_t)(x.count >> 32) == op.gen && r.j >= (uint32_t)x.count;
   };
-  int came = ep_ll_settle<EP_LL_HEAD_AT + 1, true>(c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_DISPATCH_ROWS, r.s,
-                                                   [&](uint32_t i) { return ep_ll_item_unit(x, i); }, x.u, absent);
+  int came = ep_ll_settle<EP_LL_HEAD_AT + 1, true>(c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_DISPATCH_ROWS,
+                                                   c.mask ? ep_bringer(c, a.group, r.s) : r.s, [&](uint32_t i) { return ep_ll_item_unit(x, i); }, x.u, absent);
   if (came != EP_LL_CAME)
     return came;
   if (!rankMajor || x.piece == 0 || (ep_ll_heads_own(c) && r.s == me))
@@ -762,12 +765,14 @@ DEV void ep_ll_take_living(const C c, const epLlDispatchArgs &a, const epLlOp &o
   for (uint64_t i = index; ep_ll_item(c, a, op, i, most, x); i += warps) {
     if (x.r.j >= ep_ll_rows(c, x.r.s))
       continue;
-    x.count = 0;
     ep_ll_item_look(c, a, op, x);
-    if (ep_ll_take(c, a, op, x) != EP_LL_GAVE_UP)
+    int came = ep_ll_take(c, a, op, x);
+    if (came == EP_LL_CAME)
       continue;
     if (ep_stopped(c, a.group))
       return;
+    if (came == EP_LL_ABSENT)
+      ep_mask_out(c, a.group, EP_ERR_MASKED, EP_PHASE_DISPATCH_ROWS, x.r.s, op.gen, op.gen - 1);
     ep_ll_lose(c, a.group, op, x.r.s);
   }
 }

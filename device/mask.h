@@ -52,6 +52,11 @@ template <class C> DEV uint32_t ep_bringer(const C c, const epGroupArgs &g, uint
   return ep_is_far(c, g, source) ? g.rank / c.scaleUp * c.scaleUp + source % c.scaleUp : source;
 }
 
+/* Who sends what `owner` has for this rank: itself, or the rank of this one's index in its domain. */
+template <class C> DEV uint32_t ep_returner(const C c, const epGroupArgs &g, uint32_t owner) {
+  return ep_is_far(c, g, owner) ? owner / c.scaleUp * c.scaleUp + g.rank % c.scaleUp : owner;
+}
+
 /* The rank of this one's index in domain o is masked. */
 template <class C> DEV bool ep_rail_masked(const C c, const epGroupArgs &g, uint32_t o) {
   return ep_masked(c, g, o * c.scaleUp + g.rank % c.scaleUp);
@@ -231,10 +236,10 @@ DEV bool ep_await_flag(const C c, const epGroupArgs &g, const uint32_t *flag, ui
   return ep_await_flag(c, g, flag, want, phase, peer, &seen);
 }
 
-/* ep_wait_word of group.h, the same way. */
-template <class C>
+/* ep_wait_word of group.h, the same way. gone(): the peer has said that there will be none. */
+template <class C, class F>
 DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, uint32_t want, uint32_t phase, uint32_t peer,
-                       uint32_t *value) {
+                       uint32_t *value, F gone) {
   if (!c.mask) return ep_wait_word(g, word, want, phase, peer, value);
   epPatience w = {};
   if (peer != g.rank && ep_masked(c, g, peer)) return false;
@@ -245,9 +250,16 @@ DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, ui
       if (round) ep_profile_waited(g, w.start, phase, peer);
       return true;
     }
+    if (gone()) return false;
     if (round == 0) ep_wait_begins(c, g, w);
     if (ep_peer_give_up(c, g, w, round, phase, peer, want, (uint32_t)(v >> 32))) return false;
   }
+}
+
+template <class C>
+DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, uint32_t want, uint32_t phase, uint32_t peer,
+                       uint32_t *value) {
+  return ep_await_word(c, g, word, want, phase, peer, value, []() { return false; });
 }
 
 template <class C>

@@ -30,12 +30,13 @@
  *   came    u32 [2][O]  generation of the last update in which the rank of this index in domain o took part: its decisions, its
  *                       replies
  *   said    u64 [EP_RAIL_KINDS][O] what this rank has brought each of its signals there to
- *   sent    u64 [EP_SLOTS][O][3 + C]  all that it ever added to each of its signals META, REPLY, CREDIT, ROWS there
+ *   sent    u64 [EP_SLOTS][O][3 + C]  all that it ever added to each of its signals META, REPLY, CREDIT, ROWS there; low latency:
+ *                       MESSAGE, none, GREET, ROWS
  *
- * Signals of the group's first network, behind those of hybrid_layout.h, each by sending domain, context 0. BEAT counts signs of life. The others are
+ * Signals of the group's first network, behind those that all its networks have, each by sending domain, context 0. BEAT counts signs of life. The others are
  * words, brought to a value by adding what is missing: TOLD to the epoch in which the sender masked this rank, plus one; LEAVE to
  * (1 << 32 | beats ever given) when the sender is about to destroy the group; in a meeting EPOCH, UPDATE and STAGE to the sender's
- * counters, CALL to (its number << 32 | the sum of those), ACK to (its number << 32 | that of the meeting that it answers).
+ * counters, CALL to (its number << 32 | the sum of those), ACK to (its number << 32 | that of the meeting that it answers), and then with EP_MEET_LANDED.
  */
 #ifndef EP_DEVICE_MASK_LAYOUT_H_
 #define EP_DEVICE_MASK_LAYOUT_H_
@@ -43,6 +44,7 @@
 #include "abi.h"
 
 #define EP_MEET_WORDS 4u
+#define EP_MEET_LANDED 0x80000000u /* all that the answered rank ever put has come */
 
 typedef struct epMaskState {
   uint32_t epoch;     /* re-admissions that this rank has been part of, or higher where a peer's was */

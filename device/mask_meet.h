@@ -144,6 +144,11 @@ DEV bool ep_meet_agrees(const C c, const epMaskArgs &a, uint32_t peer, uint32_t 
   }
 }
 
+template <class C> DEV void ep_admit(const C c, const epGroupArgs &g, uint32_t rank, bool came) {
+  p::st_relaxed_sys(ep_masked_word(c, g, rank), came ? 0 : 1);
+  p::st_relaxed_sys(ep_mask_words(c, g).left + rank, came ? 0 : 1);
+}
+
 /* One thread: the view is in force. */
 template <class C> DEV void ep_meet_result(const C c, const epMaskArgs &a, const epMeetView &v) {
   const epGroupArgs &g = a.group;
@@ -168,8 +173,7 @@ template <class C> DEV void ep_mask_clean(const C c, const epMaskArgs &a, uint32
     if (!came && !ep_masked(c, g, r)) ep_note(c, g, EP_ERR_MASKED, EP_PHASE_MASK_CLEAN, r, number, 0);
     if (!came && ep_mask_home(c, g, r))
       p::st_relaxed_sys((uint32_t *)(ep_mask_home(c, g, r) + ep_mask_window(c, g).told) + g.rank, v.epoch + 1);
-    p::st_relaxed_sys(ep_masked_word(c, g, r), came ? 0 : 1);
-    p::st_relaxed_sys(ep_mask_words(c, g).left + r, came ? 0 : 1);
+    ep_admit(c, g, r, came);
   }
   p::sync_threads();
   if (p::tid() == 0) ep_meet_result(c, a, v);

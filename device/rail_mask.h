@@ -46,12 +46,22 @@ template <class C> DEV_APART uint64_t ep_rail_said(const C c, const epGroupArgs 
 DEV uint64_t ep_sent_index(uint32_t slot, uint32_t domains, uint32_t channels, uint32_t o, uint32_t i) {
   return ((uint64_t)slot * domains + o) * (3 + channels) + i;
 }
+template <class C> DEV uint64_t *ep_sent(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t o, uint32_t i) {
+  return (uint64_t *)(g.scratch + ep_rail_masks(c, g).sent) +
+         ep_sent_index((uint32_t)(g.scratchLayout.state / EP_SECTION_ALIGN), c.ranks / c.scaleUp, h.layout.channels, o, i);
+}
 template <class C>
 DEV void ep_rail_sends(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t o, uint32_t i, uint64_t add) {
   if (!c.mask) return;
-  uint64_t *sent = (uint64_t *)(g.scratch + ep_rail_masks(c, g).sent) +
-                   ep_sent_index((uint32_t)(g.scratchLayout.state / EP_SECTION_ALIGN), c.ranks / c.scaleUp, h.layout.channels, o, i);
+  uint64_t *sent = ep_sent(c, g, h, o, i);
   p::st_relaxed_sys(sent, p::ld_relaxed_sys(sent) + add);
+}
+/* What is to be added now, so that all of it is `want`. */
+template <class C>
+DEV uint64_t ep_rail_owes(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t o, uint32_t i, uint64_t want) {
+  uint64_t *sent = ep_sent(c, g, h, o, i), before = p::ld_relaxed_sys(sent);
+  p::st_relaxed_sys(sent, want);
+  return want - before;
 }
 
 /* ---- Waits ------------------------------------------------------------------------------------------------------------- */

@@ -11,9 +11,9 @@
 #ifndef EP_DEVICE_RAIL_MEET_H_
 #define EP_DEVICE_RAIL_MEET_H_
 
-#include "rail_mask.h"
-
+#include "hybrid_ll_layout.h"
 #include "mask_meet.h"
+#include "rail_mask.h"
 
 /* ep_meet for a peer of the rail. Its words are there when their sum is that of its call, and are of its running meeting when its answer to mine
  * names that. */
@@ -32,6 +32,7 @@ template <class C> DEV bool ep_rail_meet(const C c, const epMaskArgs &a, uint32_
       ep_rail_says(c, g, EP_RAIL_ACK, peer, (uint64_t)number << 32 | n);
       answered = n;
     }
+    heard &= ~(uint64_t)EP_MEET_LANDED; /* which the peer may have said already, where nothing had to be brought anywhere */
     if (whole && heard == ((uint64_t)n << 32 | number) && ep_meet_round(c, a, number, n)) {
       for (uint32_t i = 0; i < 3; i++) p::sts<uint32_t>(ep_meet_at(peer, 1 + i), its[i]);
       return true;
@@ -40,7 +41,9 @@ template <class C> DEV bool ep_rail_meet(const C c, const epMaskArgs &a, uint32_
   }
 }
 
-/* What signal i of a slot's network is when all has been sent of what the view counts; `from`: the domain that adds to it. */
+/* Signal i of a slot's network is in use: updates have those of the first slot, low latency has no second one. */
+DEV bool ep_signal_used(const epMaskArgs &a, uint32_t slot, uint32_t i) { return a.lowLatency ? i != 1 : !slot || i >= 2; }
+/* What it is when all has been sent of what the view counts; `from`: the domain that adds to it. */
 struct epTopUp {
   uint32_t context, signal;
   uint64_t value;
@@ -49,11 +52,17 @@ template <class C> DEV epTopUp ep_top_up(const C c, const epMaskArgs &a, uint32_
   uint32_t domains = c.ranks / c.scaleUp;
   epTopUp t = {i < 3 ? 0 : (i - 3) % a.contexts, i < 3 ? i * domains + from : epSignalRows(domains, a.channels, from, i - 3),
                i < 2 ? v.updateGen : i == 2 ? v.stageGen : epTailOf(v.stageGen + 1, 0)};
+  if (a.lowLatency && i < 3) {
+    t.signal = i ? epLlSignalGreet(domains, from) : epLlSignalMessage(from);
+    t.value = v.stageGen;
+  } else if (a.lowLatency) {
+    t.signal = epLlSignalRows(domains, a.channels, from, i - 3);
+  }
   return t;
 }
 
 /* One thread: as ep_meet_agrees, for a peer of the rail. */
-template <class C> DEV bool ep_rail_agrees(const C c, const epMaskArgs &a, uint32_t peer, const epMeetView &v) {
+template <class C> DEV bool ep_rail_agrees(const C c, const epMaskArgs &a, uint32_t peer, uint32_t number, const epMeetView &v) {
   const epGroupArgs &g = a.group;
   uint32_t domains = c.ranks / c.scaleUp, o = peer / c.scaleUp, count = 3 + a.channels;
   uint64_t *sent = (uint64_t *)(g.scratch + ep_rail_masks(c, g).sent);
@@ -62,7 +71,7 @@ template <class C> DEV bool ep_rail_agrees(const C c, const epMaskArgs &a, uint3
     epGin gin = {a.networks[s][0], a.networks[s][1]};
     epTopUp t = ep_top_up(c, a, g.rank / c.scaleUp, i, v);
     uint64_t *at = sent + ep_sent_index(s, domains, a.channels, o, i), before = p::ld_relaxed_sys(at);
-    if ((s && i < 2) || before == t.value) continue; /* updates are of the first slot */
+    if (!ep_signal_used(a, s, i) || before == t.value) continue;
     p::st_relaxed_sys(at, t.value);
     p::gin_signal(gin, t.context, o, t.signal, t.value - before);
   }
@@ -71,11 +80,15 @@ template <class C> DEV bool ep_rail_agrees(const C c, const epMaskArgs &a, uint3
     uint32_t s = n / count, i = n % count;
     epGin gin = {a.networks[s][0], a.networks[s][1]};
     epTopUp t = ep_top_up(c, a, o, i, v);
-    if ((s && i < 2) || p::gin_read(gin, t.context, t.signal) == t.value)
+    if (!ep_signal_used(a, s, i) || p::gin_read(gin, t.context, t.signal) == t.value)
       n++;
     else if (ep_meet_late(g, start, round++, g.timeoutNs / 8 * 3))
       return false;
   }
+  uint32_t its = (uint32_t)(ep_rail_hears(c, g, EP_RAIL_CALL, peer) >> 32);
+  ep_rail_says(c, g, EP_RAIL_ACK, peer, (uint64_t)number << 32 | EP_MEET_LANDED | its);
+  for (uint32_t round = 0; ep_rail_hears(c, g, EP_RAIL_ACK, peer) != ((uint64_t)its << 32 | EP_MEET_LANDED | number); round++)
+    if (ep_meet_late(g, start, round, g.timeoutNs / 8 * 3)) return false;
   return true;
 }
 
@@ -105,7 +118,7 @@ template <class C> DEV void ep_domains_hear(const C c, const epMaskArgs &a, uint
     bool came = p::lds<uint32_t>(ep_meet_at(ep_bringer(c, g, r), 1)) &&
                 p::ld_relaxed_sys((const uint32_t *)(mine + w.heard) + r) == v.epoch;
     if (!came && !ep_masked(c, g, r)) ep_note(c, g, EP_ERR_MASKED, EP_PHASE_MASK_CLEAN, r, number, 0);
-    p::st_relaxed_sys(ep_masked_word(c, g, r), came ? 0 : 1);
+    ep_admit(c, g, r, came);
   }
 }
 
@@ -133,16 +146,18 @@ template <class C> DEV_APART void ep_domains_clean(const C c, const epMaskArgs &
       p::stg<uint32_t>(&ep_meet_state(g, 0)->stageGen, v.stageGen);
     }
   }
+  if (a.lowLatency) ep_meet_clear(c, a);
+  p::sync_threads();
   for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
     bool far = ep_is_far(c, g, r);
     if (r == g.rank || (far && r % c.scaleUp != g.rank % c.scaleUp)) continue;
-    bool came = p::lds<uint32_t>(ep_meet_at(r, 0)) && (far ? ep_rail_agrees(c, a, r, v) : ep_meet_agrees(c, a, r, number, v));
+    bool came = p::lds<uint32_t>(ep_meet_at(r, 0)) && (far ? ep_rail_agrees(c, a, r, number, v) : ep_meet_agrees(c, a, r, number, v));
     if (!came && !ep_masked(c, g, r)) ep_note(c, g, EP_ERR_MASKED, EP_PHASE_MASK_CLEAN, r, number, 0);
     if (!came && far) ep_rail_says(c, g, EP_RAIL_TOLD, r, v.epoch + 1);
     if (!came && !far)
       p::st_relaxed_sys((uint32_t *)(ep_mask_home(c, g, r) + ep_mask_window(c, g).told) + g.rank, v.epoch + 1);
     p::sts<uint32_t>(ep_meet_at(r, 0), came);
-    p::st_relaxed_sys(ep_masked_word(c, g, r), came ? 0 : 1);
+    ep_admit(c, g, r, came);
   }
   p::sync_threads();
   ep_domains_hear(c, a, number, v);

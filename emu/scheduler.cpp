@@ -533,7 +533,8 @@ Engine::Outcome Engine::run(u64 picks) {
         fire(e);
         continue;
       }
-      if (!parked.empty() && idleRounds < 64) { // a repeated read need not be a wait; one may look at many words in turn, and go on
+      // A repeated read need not be a wait: one may look at many words in turn and go on, or give up some rounds later.
+      if (!parked.empty() && idleRounds < 256) {
         idleRounds++;
         wakeAllParked();
         continue;

@@ -6,9 +6,6 @@
 
 /* What belongs to later versions of this library: refused by name, never pretended. */
 static ncclResult_t epGroupConfigSupported(const char *call, const ncclEpGroupConfig_t *c, const epTopology *topology) {
-  if (c->enable_mask && topology->scaleOutRanks > 1 && c->algorithm == NCCL_EP_ALGO_LOW_LATENCY)
-    return epFail(ncclInvalidUsage,
-                  "%s: enable_mask is not supported yet across scale-up domains in low latency: expected 0", call);
   if (c->enable_mask && c->zero_copy == NCCL_EP_ZERO_COPY_ON && c->algorithm != NCCL_EP_ALGO_LOW_LATENCY)
     return epFail(
         ncclInvalidUsage,

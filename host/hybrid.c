@@ -116,15 +116,13 @@ void epHybridLayouts(struct ncclEpGroup *g) {
   g->scratchLayout.bytes = end;
 }
 
-/* Of a high-throughput window; with masks the first one has those of their words, too. */
-static uint32_t epWindowSignals(uint32_t domains, uint32_t channels, int masks) {
-  return epSignalCount(domains, channels) + (masks ? EP_RAIL_KINDS * domains : 0);
-}
+/* With masks the first window has those of their words, too. */
+static uint32_t epMaskSignals(uint32_t domains, int masks) { return masks ? EP_RAIL_KINDS * domains : 0; }
 
 uint32_t epHybridSignals(const struct ncclEpGroup *g, unsigned slot) {
   uint32_t domains = (uint32_t)g->topology.scaleOutRanks, channels = g->hybrid.layout.channels;
-  return epIsLl(g) ? epLlSignalCount(domains, channels)
-                   : epWindowSignals(domains, channels, g->config.enable_mask && !slot);
+  return (epIsLl(g) ? epLlSignalCount(domains, channels) : epSignalCount(domains, channels)) +
+         epMaskSignals(domains, g->config.enable_mask && !slot);
 }
 
 ncclResult_t epHybridQueuePairs(const char *call, const struct ncclEpGroup *g, unsigned asked, uint32_t *contexts) {
@@ -201,7 +199,8 @@ ncclResult_t epPolicyHybridMove(const epTopology *t, unsigned sms, int kernelId,
   return ncclSuccess;
 }
 
-ncclResult_t epHybridLlBufferSize(const epTopology *topology, const epShape *shape, ncclEpBufferSize_t *sizes) {
+ncclResult_t epHybridLlBufferSize(const epTopology *topology, const epShape *shape, int masks,
+                                  ncclEpBufferSize_t *sizes) {
   epTopology here = *topology;
   uint32_t domains = (uint32_t)here.scaleOutRanks, channels = epLlChannels(&here);
   uint64_t queuePairs = 0, near = sizes->window_bytes;
@@ -216,7 +215,7 @@ ncclResult_t epHybridLlBufferSize(const epTopology *topology, const epShape *sha
   sizes->handle_bytes = epHybridRecordOf(sizes->handle_bytes, domains, shape->topk, shape->maxTokens).bytes;
   sizes->scratch_bytes = epAlignUp(sizes->scratch_bytes + epLlToldBytes(domains, channels), EP_SECTION_ALIGN);
   sizes->gin_contexts = h.contexts;
-  sizes->gin_signals = epLlSignalCount(domains, channels);
+  sizes->gin_signals = epLlSignalCount(domains, channels) + epMaskSignals(domains, masks);
   sizes->queue_pairs = h.contexts * (domains - 1);
   return epLlWindowCheck("ncclEpCalculateBufferSize", shape, w.bytes);
 }
@@ -245,6 +244,6 @@ void epHybridBufferSize(const epTopology *topology, const epShape *shape, int ma
   epHybridScratchOf(&scratch, &h);
   sizes->scratch_bytes = scratch;
   sizes->gin_contexts = h.contexts;
-  sizes->gin_signals = epWindowSignals(domains, h.channels, masks);
+  sizes->gin_signals = epSignalCount(domains, h.channels) + epMaskSignals(domains, masks);
   sizes->queue_pairs = h.contexts * (domains - 1);
 }

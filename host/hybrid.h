@@ -23,6 +23,7 @@ ncclResult_t epPolicyHybridMove(const epTopology *topology, unsigned sms, int ke
 /* What sizes.c cannot know without a topology; links are those of this rank. */
 void epHybridBufferSize(const epTopology *topology, const epShape *shape, int masks, ncclEpBufferSize_t *sizes);
 /* The same beside what epLlBufferSize has told. */
-ncclResult_t epHybridLlBufferSize(const epTopology *topology, const epShape *shape, ncclEpBufferSize_t *sizes);
+ncclResult_t epHybridLlBufferSize(const epTopology *topology, const epShape *shape, int masks,
+                                  ncclEpBufferSize_t *sizes);
 
 #endif

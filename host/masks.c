@@ -21,10 +21,10 @@ uint64_t epMaskScratchBytes(const struct ncclEpGroup *g) {
   return bytes;
 }
 
-/* How kernels on any slot get at the first network. */
+/* How kernels on any slot get at the first network; its signals of masks lie behind those that all slots have. */
 static ncclResult_t epMaskNetwork(struct ncclEpGroup *g, uint64_t scratchEnd) {
   uint32_t domains = (uint32_t)g->topology.scaleOutRanks;
-  epRailState state = {g->hybrid.gin.comm, g->hybrid.gin.window, epSignalCount(domains, g->hybrid.layout.channels), 0};
+  epRailState state = {g->hybrid.gin.comm, g->hybrid.gin.window, epHybridSignals(g, 1), 0};
   if (!epIsHybrid(g)) return ncclSuccess;
   return g->be->ops->copyToDevice(g->be, (uint8_t *)g->scratch + epRailMasksOf(scratchEnd, domains, 0).state, &state,
                                   sizeof state);

@@ -167,7 +167,7 @@ ncclResult_t epBufferSize(ncclComm_t comm, const ncclEpBufferSizeConfig_t *confi
     epShape shape;
     r = epBufferShape("ncclEpCalculateBufferSize", (uint32_t)topology.ranks, config, &shape);
     if (r == ncclSuccess && config->low_latency)
-      r = epHybridLlBufferSize(&topology, &shape, sizes);
+      r = epHybridLlBufferSize(&topology, &shape, config->enable_mask, sizes);
     else if (r == ncclSuccess)
       epHybridBufferSize(&topology, &shape, config->enable_mask, sizes);
   }

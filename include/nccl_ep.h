@@ -772,8 +772,8 @@ ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t 
 
 /* ---- Masks ----------------------------------------------------------------------------------------------------------
  *
- * In a group with enable_mask (across scale-up domains high throughput alone: low latency is refused by ncclEpCreateGroup) a rank whose part of an operation has not come within timeout_ns is masked by the rank that waits, and the operation ends without it: after about the
- * timeout, at most one and a half of it. What then holds:
+ * In a group with enable_mask a rank whose part of an operation has not come within timeout_ns is masked by the rank that waits, and the
+ * operation ends without it: after about the timeout, at most one and a half of it. What then holds:
  *   its rows   an update counts none from it, nor does low latency's dispatch. High throughput: along a record that has rows of it, dispatch
  *              leaves their places empty (index -1, weight 0, zeros); a row that came before is whole. Low latency: all or none of them
  *              are there; where some had come, 3-D expert-major counts them and has zeros
@@ -797,6 +797,9 @@ ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t 
  *   who knows  a rank waits for those of its domain and those of its index alone, and finds out about them. About others it is told by
  *              the rank of their index in its domain: with their missing decisions or rows, in the next update at the latest
  *   metadata   sent_slot is -1 also for ranks of (p, u)'s index as seen from domain p: it was (p, u) who told those places
+ *   low latency  whose updates are local: what is said of an update holds for its dispatch, and what is said of the next update for the next
+ *              dispatch. Of the rows of a source all are there or none, on each rank; along a record that has rows of (o, u) in domain p combine leaves
+ *              them out there
  * All ranks that go on must give ncclEpMaskUpdate the same masks. ncclEpMaskClean admits a rank through those that it reaches, in two rounds:
  * with ranks missing it takes up to two and a half timeouts.
  *

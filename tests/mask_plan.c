@@ -21,7 +21,7 @@ static int64_t pick(const epCase *c, uint32_t rank, uint32_t token, uint32_t k, 
   return e >= 0 && epRoundLost(&s->lost, (int)rank, (int)(e / (c->experts / c->ranks))) ? -1 : e;
 }
 
-void epRoundsMake(rounds *r, const epCase *c, int ups) {
+void epRoundsMake(maskRounds *r, const epCase *c, int ups) {
   uint32_t tokens[EP_TEST_MAX_RANKS];
   source all = {.seed = 77}, some = {.seed = 77, .lost = {.gone = GONE + 1, .ups = ups}};
   for (uint32_t i = 0; i < c->ranks; i++) tokens[i] = c->maxTokens - i % 3;
@@ -34,13 +34,13 @@ void epRoundsMake(rounds *r, const epCase *c, int ups) {
   r->masked.ref = r->without.ref, r->masked.flat = r->without.flat;
 }
 
-void epRoundsFree(rounds *r) {
+void epRoundsFree(maskRounds *r) {
   epRoundFree(&r->whole);
   epRoundFree(&r->without);
 }
 
 void epPlanRun(epTestWorld *world, void (*body)(epTestRank *me)) {
-  plan *p = world->arg;
+  maskPlan *p = world->arg;
   assert_int_equal(pthread_barrier_init(&p->meet, NULL, (unsigned)world->ranks), 0);
   epWorldRun(world, body);
   pthread_barrier_destroy(&p->meet);
@@ -52,12 +52,11 @@ void epPlanLayer(epTestRank *me, epRun *run, const epRound *round) {
   epRunCombine(me, run);
 }
 
-void epPlanLeave(epTestRank *me, epRun *run, plan *p) {
-  epRunFree(me, run);
+void epPlanLeave(epTestRank *me, pthread_barrier_t *meet) {
   if (me->rank != GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER)); /* nobody comes for it any more */
-  pthread_barrier_wait(&p->meet);
+  pthread_barrier_wait(meet);
   if (me->rank == GONE) epGroupFree(me);
-  pthread_barrier_wait(&p->meet);
+  pthread_barrier_wait(meet);
   if (me->rank == GONE) return;
   EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
   epGroupFree(me);

@@ -9,7 +9,7 @@
 
 typedef enum { STOPPED, BY_HAND } how;
 
-typedef struct plan {
+typedef struct maskPlan {
   const epRound *whole;  /* all ranks */
   const epRound *holes;  /* routed by all, moved without the one that is gone */
   const epRound *masked; /* without it, and without what it stands for, from the update on */
@@ -17,23 +17,23 @@ typedef struct plan {
   how how;               /* with BY_HAND the caller masks the rank itself */
   int back;              /* it is re-admitted */
   pthread_barrier_t meet;
-} plan;
+} maskPlan;
 
 /* Every rank's own decisions stay what they are: what is compared with knows of the hole. */
-typedef struct rounds {
+typedef struct maskRounds {
   epRound whole, holes, masked, without;
-} rounds;
+} maskRounds;
 
 /* `ups`: ranks of a scale-up domain, 0 where there is one. */
-void epRoundsMake(rounds *r, const epCase *c, int ups);
-void epRoundsFree(rounds *r);
+void epRoundsMake(maskRounds *r, const epCase *c, int ups);
+void epRoundsFree(maskRounds *r);
 
 /* Runs `body` on all ranks, world->arg being a plan whose barrier is made for them. */
 void epPlanRun(epTestWorld *world, void (*body)(epTestRank *me));
 
 /* Update, dispatch, combine. */
 void epPlanLayer(epTestRank *me, epRun *run, const epRound *round);
-/* Everything is freed while the rank that is gone is stopped for the others, and they for it. */
-void epPlanLeave(epTestRank *me, epRun *run, plan *p);
+/* Groups are freed while the rank that is gone is stopped for the others, and they for it. */
+void epPlanLeave(epTestRank *me, pthread_barrier_t *meet);
 
 #endif

@@ -80,22 +80,26 @@ static void windowsBody(epTestRank *me) {
   sizing.in_flight = 9;
   EXPECT_ERROR(me, ncclEpCalculateBufferSize(me->comm, &sizing, &sizes), ncclInvalidArgument,
                "in_flight is 9|at most 8");
-  for (c.masks = 0; c.masks < 2; c.masks++) {
-    epGroupMake(me, &c);
+  for (int n = 0; n < 4; n++) {
+    ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
+    c.masks = n % 2, sizing.low_latency = n / 2;
+    epGroupConfigOf(&c, &config);
+    if (sizing.low_latency) config.algorithm = NCCL_EP_ALGO_LOW_LATENCY, config.max_recv_tokens_per_rank = 0;
+    EXPECT_OK(me, ncclEpCreateGroup(&me->group, me->comm, &config));
     if (!me->group) return;
     EXPECT_OK(me, ncclEpGetGroupProperties(me->group, &p));
     sizing.enable_mask = c.masks, sizing.in_flight = 0;
     EXPECT_OK(me, ncclEpCalculateBufferSize(me->comm, &sizing, &sizes));
-    EXPECT(me, sizes.all_window_bytes == p.all_window_bytes, "masks %d: %zu and %zu bytes of windows", c.masks,
+    EXPECT(me, sizes.all_window_bytes == p.all_window_bytes, "masks %d: %zu and %zu bytes of windows", n,
            sizes.all_window_bytes, p.all_window_bytes);
     EXPECT(me, sizes.window_bytes == p.window_bytes && sizes.gin_signals == p.gin_signals,
-           "masks %d: window %zu and %zu, signals %u and %u", c.masks, sizes.window_bytes, p.window_bytes,
-           sizes.gin_signals, p.gin_signals);
+           "masks %d: window %zu and %zu, signals %u and %u", n, sizes.window_bytes, p.window_bytes, sizes.gin_signals,
+           p.gin_signals);
     EXPECT(me, c.masks ? p.all_window_bytes > 3 * p.window_bytes : p.all_window_bytes == p.window_bytes,
-           "masks %d: %zu bytes of windows, one of them %zu", c.masks, p.all_window_bytes, p.window_bytes);
+           "masks %d: %zu bytes of windows, one of them %zu", n, p.all_window_bytes, p.window_bytes);
     epGroupFree(me);
   }
-  sizing.enable_mask = 0, sizing.in_flight = 2;
+  sizing.low_latency = 0, sizing.enable_mask = 0, sizing.in_flight = 2;
   EXPECT_OK(me, ncclEpCalculateBufferSize(me->comm, &sizing, &sizes));
   EXPECT(me, sizes.all_window_bytes == 3 * sizes.window_bytes, "%zu bytes of windows for 3 of %zu",
          sizes.all_window_bytes, sizes.window_bytes);

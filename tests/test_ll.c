@@ -11,6 +11,7 @@
 #include <cmocka.h>
 
 #include "bugs.h"
+#include "mask_plan.h"
 #include "masks.h"
 
 #define SCHEDULES 6
@@ -79,12 +80,19 @@ static void planFree(plan *p) {
 }
 
 /* In place: the references point into the plan. */
-static void small(plan *p, ncclEpLayout_t layout, uint32_t rounds) {
-  *p = (plan){.ranks = 3, .experts = 12, .topk = 3, .hidden = 72, .maxTokens = 6, .rounds = rounds, .layout = layout};
+static void smallOf(plan *p, uint32_t ranks, uint32_t hidden, ncclEpLayout_t layout, uint32_t rounds) {
+  *p = (plan){.ranks = ranks,
+              .experts = 4 * ranks,
+              .topk = 3,
+              .hidden = hidden,
+              .maxTokens = 6,
+              .rounds = rounds,
+              .layout = layout};
   for (uint32_t n = 0; n < rounds; n++)
     for (uint32_t r = 0; r < p->ranks; r++) p->tokens[n][r] = (n * 5 + r * 3) % 7;
   planMake(p);
 }
+static void small(plan *p, ncclEpLayout_t layout, uint32_t rounds) { smallOf(p, 3, 72, layout, rounds); }
 
 /* ---- Data ---------------------------------------------------------------------------------------------------------- */
 
@@ -847,21 +855,33 @@ static void awayAcrossDomains(void **state) {
 
 /* ---- Masks: round 0 is of all, in round 1 a rank stops, round 2 is without it, round 3 of all again ---------------------- */
 
+enum { BEFORE_DISPATCH = 0, BEFORE_COMBINE, KILLED, TWO };
+
 typedef struct stop {
   plan whole, without; /* the same decisions; `without` knows what they come to without the rank */
-  int phase;           /* it stops before: 0 dispatch, 1 combine; 2: it is killed in the middle of both */
+  int ups;             /* ranks of a scale-up domain, 0: there is one */
+  int phase;           /* when it stops; KILLED: in the middle of both, TWO: with another one */
+  int leaves;          /* it never comes back */
   pthread_barrier_t meet;
 } stop;
 
-static void withoutMake(plan *p) {
+static void withoutMake(plan *p, int ups) {
+  const epRound lost = {.gone = GONE + 1, .ups = ups};
   for (uint32_t n = 0; n < p->rounds; n++) {
     for (uint32_t r = 0; r < p->ranks; r++)
-      for (uint32_t i = 0; i < p->tokens[n][r] * p->topk; i++)
-        if (p->idx[n][r][i] / (p->experts / p->ranks) == GONE) p->idx[n][r][i] = -1;
+      for (uint32_t i = 0; i < p->tokens[n][r] * p->topk; i++) {
+        int64_t e = p->idx[n][r][i];
+        if (e >= 0 && epRoundLost(&lost, (int)r, (int)(e / (p->experts / p->ranks)))) p->idx[n][r][i] = -1;
+      }
     p->tokens[n][GONE] = 0;
     epRefDestroy(p->ref[n]);
     makeReference(p, n);
   }
+}
+
+/* Of two, they are in different domains and on different rails: each stands for a rail of the other's domain. */
+static int stops(const epTestRank *me, const stop *s) {
+  return me->rank == GONE || (s->phase == TWO && me->rank == me->ranks - 2);
 }
 
 /* A round of all, compared with `p`. */
@@ -876,22 +896,47 @@ static void layerLl(epTestRank *me, const stop *s, const plan *p, uint32_t n, nc
   batchFree(me, &b);
 }
 
+/* Of every token each rank's part is there in whole or not at all: its elements are one number times those that were sent. */
+static void checkParts(epTestRank *me, const plan *p, uint32_t n, const batch *b) {
+  const uint16_t *y = b->y.t.data;
+  int bad = 0;
+  for (uint32_t t = 0; t < p->tokens[n][me->rank]; t++)
+    for (uint32_t h = 1; h < p->hidden; h++) {
+      uint16_t x = elementOf(n, (uint32_t)me->rank, t, h) ^ elementOf(n, (uint32_t)me->rank, t, 0);
+      bad += (y[t * p->hidden + h] ^ y[t * p->hidden]) != x && (y[t * p->hidden + h] | y[t * p->hidden]) & 0x7fff;
+    }
+  EXPECT(me, !bad, "round %u: %d elements have parts that others have not", n, bad);
+}
+
+/* What had come when somebody died, or who knows of it, is the schedule's affair. */
+static void surviveSomehow(epTestRank *me, stop *s, batch *b) {
+  int mask[EP_TEST_MAX_RANKS];
+  for (int r = 0; r < me->ranks; r++) mask[r] = r != GONE;
+  checkParts(me, &s->whole, 1, b);
+  if (s->phase == KILLED) EXPECT_OK(me, ncclEpMaskUpdate(me->group, mask, NULL));
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+}
+
 static void surviveLl(epTestRank *me, stop *s, ncclEpHandle_t h, batch *b) {
   unsigned long long from = clockOf(me);
-  if (s->phase != 1) {
+  int later = s->ups && s->phase == BEFORE_COMBINE; /* who does not reach the rank hears of it in the next dispatch */
+  if (s->phase != BEFORE_COMBINE) {
     EXPECT_OK(me, update(&s->whole, h, b));
     EXPECT_OK(me, dispatch(&s->whole, h, b));
   }
   EXPECT_OK(me, combine(&s->whole, h, b));
   sync(me);
-  if (s->phase == 2) { /* what had come when it died is the schedule's affair */
-    EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
-    EXPECT_OK(me, ncclEpMaskUpdate(me->group, (int[]){1, 0, 1}, NULL));
-    EXPECT_OK(me, ncclEpErrorClear(me->group));
+  EXPECT(me, clockOf(me) - from < TIMEOUT_NS / 2 * 3, "it took %llu us", (clockOf(me) - from) / 1000);
+  if (s->phase >= KILLED) {
+    surviveSomehow(me, s, b);
   } else {
-    expectOneTimeout(me, from);
     checkRows(me, s->phase ? &s->whole : &s->without, 1, b);
     checkSums(me, &s->without, 1, b);
+  }
+  if (s->phase == TWO) return;
+  if (later) layerLl(me, s, &s->without, 2, h);
+  if (s->phase < KILLED) {
+    expectOneTimeout(me, from);
     expectNamed(me);
   }
   expectMask(me, "after the wait", GONE);
@@ -901,65 +946,127 @@ static void surviveLl(epTestRank *me, stop *s, ncclEpHandle_t h, batch *b) {
   epExpectNoAsyncError(me);
 }
 
+/* Along a record of before the re-admission nothing moves, and nobody waits. */
+static void alongOld(epTestRank *me, stop *s, ncclEpHandle_t old) {
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  unsigned long long from = clockOf(me);
+  batch b;
+  batchMake(me, &s->whole, 0, &b);
+  EXPECT_OK(me, combine(&s->whole, old, &b));
+  sync(me);
+  expectQuick(me, from);
+  EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+  EXPECT(me, info.code == 7, "code %d: %s", info.code, info.text);
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+  batchFree(me, &b);
+}
+
+static void restoredLl(epTestRank *me, stop *s, ncclEpHandle_t h, ncclEpHandle_t old) {
+  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
+  expectMask(me, "after the re-admission", -1);
+  EXPECT_OK(me, ncclEpErrorClear(me->group));
+  alongOld(me, s, old);
+  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL)); /* where there is nothing to be made good */
+  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
+  expectMask(me, "after another", -1);
+  layerLl(me, s, &s->whole, 3, h);
+  layerLl(me, s, &s->whole, 0, h);
+  epExpectNoAsyncError(me);
+}
+
 static void stopBody(epTestRank *me) {
   stop *s = me->arg;
-  ncclEpHandle_t h = NULL;
+  ncclEpHandle_t h = NULL, old = NULL;
   batch b;
   groupMake(me, &s->whole, TIMEOUT_NS);
   if (!me->group) return;
   handleMake(me, &s->whole, &h);
-  layerLl(me, s, &s->whole, 0, h);
+  handleMake(me, &s->whole, &old);
+  layerLl(me, s, &s->whole, 0, old);
   batchMake(me, &s->whole, 1, &b);
-  if (s->phase == 1) {
+  if (s->phase == BEFORE_COMBINE) {
     EXPECT_OK(me, update(&s->whole, h, &b));
     EXPECT_OK(me, dispatch(&s->whole, h, &b));
     sync(me);
   }
-  if (me->rank == GONE && s->phase == 2) {
-    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, me->world->seed * 7919 % 12000));
+  if (stops(me, s) && s->phase == KILLED) {
+    EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, me->world->seed * 7919 % (s->ups ? 20000 : 12000)));
     EXPECT_OK(me, update(&s->whole, h, &b));
     EXPECT_OK(me, dispatch(&s->whole, h, &b));
     EXPECT_OK(me, combine(&s->whole, h, &b));
-  } else if (me->rank == GONE) {
+  } else if (stops(me, s)) {
     EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 1, NEVER));
   }
   pthread_barrier_wait(&s->meet);
-  if (me->rank != GONE) surviveLl(me, s, h, &b);
+  if (!stops(me, s)) surviveLl(me, s, h, &b);
   pthread_barrier_wait(&s->meet);
-  if (me->rank == GONE) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
+  if (stops(me, s)) EXPECT_OK(me, ncclEpEmuRankStop(me->comm, 0, 0));
   pthread_barrier_wait(&s->meet);
-  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
-  expectMask(me, "after the re-admission", -1);
-  EXPECT_OK(me, ncclEpErrorClear(me->group));
-  layerLl(me, s, &s->whole, 3, h);
-  layerLl(me, s, &s->whole, 0, h);
-  epExpectNoAsyncError(me);
+  if (!s->leaves) restoredLl(me, s, h, old);
   sync(me);
   batchFree(me, &b);
   EXPECT_OK(me, ncclEpHandleDestroy(h));
-  epGroupFree(me);
+  EXPECT_OK(me, ncclEpHandleDestroy(old));
+  if (s->leaves)
+    epPlanLeave(me, &s->meet);
+  else
+    epGroupFree(me);
+}
+
+static void stopRun(stop *s, unsigned seeds) {
+  s->whole.masks = s->without.masks = 1;
+  withoutMake(&s->without, s->ups);
+  for (unsigned seed = 0; seed < seeds; seed++) {
+    s->whole.borrow = s->without.borrow = (int)seed % 2;
+    s->leaves = s->ups && s->phase < KILLED && seed % 2;
+    epTestWorld world = {
+        .ranks = (int)s->whole.ranks, .sms = s->ups && seed % 3 == 1 ? 5 : 0, .seed = 500 + seed, .arg = s};
+    assert_int_equal(pthread_barrier_init(&s->meet, NULL, s->whole.ranks), 0);
+    epWorldRun(&world, stopBody);
+    pthread_barrier_destroy(&s->meet);
+  }
+  planFree(&s->whole);
+  planFree(&s->without);
 }
 
 static void ranksThatStop(void **state) {
   (void)state;
-  if (getenv("EP_TEST_DOMAINS")) skip(); /* masks are one domain's */
+  if (getenv("EP_TEST_DOMAINS")) skip(); /* this one is of one */
   for (size_t l = 0; l < LENGTH(layouts); l++)
-    for (int phase = 0; phase < 3; phase++) {
+    for (int phase = 0; phase <= KILLED; phase++) {
       stop s = {.phase = phase};
       small(&s.whole, layouts[l], ROUNDS);
       small(&s.without, layouts[l], ROUNDS);
-      s.whole.masks = s.without.masks = 1;
-      withoutMake(&s.without);
-      for (unsigned seed = 0; seed < (phase == 2 ? 12 : 4); seed++) {
-        s.whole.borrow = s.without.borrow = (int)seed % 2;
-        epTestWorld world = {.ranks = (int)s.whole.ranks, .seed = 500 + seed, .arg = &s};
-        assert_int_equal(pthread_barrier_init(&s.meet, NULL, s.whole.ranks), 0);
-        epWorldRun(&world, stopBody);
-        pthread_barrier_destroy(&s.meet);
-      }
-      planFree(&s.whole);
-      planFree(&s.without);
+      stopRun(&s, phase == KILLED ? 12 : 4);
     }
+}
+
+/* EP_TEST_SCHEDULES: how many, for longer runs. */
+static unsigned schedulesOr(unsigned usual) {
+  const char *wanted = getenv("EP_TEST_SCHEDULES");
+  return wanted ? (unsigned)strtoul(wanted, NULL, 10) : usual;
+}
+
+static void ranksThatStopAcrossDomains(void **state) {
+  static const struct {
+    const char *domains;
+    uint32_t ranks;
+    int ups;
+  } shapes[] = {{"2", 4, 2}, {"3", 6, 2}, {"2", 8, 4}};
+  (void)state;
+  if (getenv("EP_TEST_DOMAINS")) skip(); /* it sets them */
+  for (size_t i = 0; i < LENGTH(shapes); i++)
+    for (size_t l = 0; l < LENGTH(layouts); l++)
+      for (int phase = 0; phase <= TWO; phase++) {
+        stop s = {.phase = phase, .ups = shapes[i].ups};
+        uint32_t hidden = phase >= KILLED ? 1000 : 72; /* two strips where they may differ */
+        if (phase == TWO && s.ups < 4) continue;
+        setenv("EP_TEST_DOMAINS", shapes[i].domains, 1);
+        smallOf(&s.whole, shapes[i].ranks, hidden, layouts[l], ROUNDS);
+        smallOf(&s.without, shapes[i].ranks, hidden, layouts[l], ROUNDS);
+        stopRun(&s, schedulesOr(phase == KILLED ? 4 : 2));
+      }
+  unsetenv("EP_TEST_DOMAINS");
 }
 
 /* ---- Both algorithms by turns: two groups, three handles ------------------------------------------------------------- */
@@ -1005,11 +1112,9 @@ static void bothBody(epTestRank *me) {
   epGroupFree(me);
 }
 
-/* EP_TEST_SCHEDULES: how many, for longer runs. */
 static void algorithmsTakeTurns(void **state) {
   (void)state;
-  const char *wanted = getenv("EP_TEST_SCHEDULES");
-  unsigned schedules = wanted ? (unsigned)atoi(wanted) : 4;
+  unsigned schedules = schedulesOr(4);
   for (int masks = 0; masks < (getenv("EP_TEST_DOMAINS") ? 1 : 2); masks++) {
     both s;
     uint64_t seed = 9;
@@ -1105,10 +1210,20 @@ static void planted(void **state) {
 /* Those whose names match the argument, or all. */
 int main(int argc, char **argv) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(streamed),    cmocka_unit_test(scales), cmocka_unit_test(casesFromTheField), cmocka_unit_test(quantised),
-      cmocka_unit_test(interleaved), cmocka_unit_test(moved),  cmocka_unit_test(reports),
-      cmocka_unit_test(refused),     cmocka_unit_test(away),   cmocka_unit_test(planted),
-      cmocka_unit_test(awayAcrossDomains), cmocka_unit_test(ranksThatStop), cmocka_unit_test(algorithmsTakeTurns),
+      cmocka_unit_test(streamed),
+      cmocka_unit_test(scales),
+      cmocka_unit_test(casesFromTheField),
+      cmocka_unit_test(quantised),
+      cmocka_unit_test(interleaved),
+      cmocka_unit_test(moved),
+      cmocka_unit_test(reports),
+      cmocka_unit_test(refused),
+      cmocka_unit_test(away),
+      cmocka_unit_test(planted),
+      cmocka_unit_test(awayAcrossDomains),
+      cmocka_unit_test(ranksThatStop),
+      cmocka_unit_test(ranksThatStopAcrossDomains),
+      cmocka_unit_test(algorithmsTakeTurns),
   };
   if (argc > 1) cmocka_set_test_filter(argv[1]);
   return cmocka_run_group_tests_name("low latency", tests, NULL, NULL);

@@ -15,7 +15,7 @@
 #include "rough.h"
 
 /* What the others see. */
-static void survive(epTestRank *me, epRun *run, plan *p) {
+static void survive(epTestRank *me, epRun *run, maskPlan *p) {
   unsigned long long from = clockOf(me);
   int mask[EP_TEST_MAX_RANKS];
   for (int r = 0; r < me->ranks; r++) mask[r] = r != GONE;
@@ -56,7 +56,7 @@ static void restored(epTestRank *me, epRun *run, const epRound *round) {
 }
 
 static void stopBody(epTestRank *me) {
-  plan *p = me->arg;
+  maskPlan *p = me->arg;
   epRun run = {0};
   run.salt = (unsigned)me->world->seed;
   run.borrow = (int)me->world->seed & 1;
@@ -79,7 +79,8 @@ static void stopBody(epTestRank *me) {
     epGroupFree(me);
     return;
   }
-  epPlanLeave(me, &run, p);
+  epRunFree(me, &run);
+  epPlanLeave(me, &p->meet);
 }
 
 static const ncclEpLayout_t layouts[] = {NCCL_EP_LAYOUT_FLAT, NCCL_EP_LAYOUT_EXPERT_MAJOR};
@@ -100,11 +101,11 @@ static epCase caseOf(uint32_t ranks, ncclEpLayout_t layout) {
 static void stopRanks(uint32_t ranks, how way, unsigned schedules) {
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(ranks, layouts[l]);
-    rounds r;
+    maskRounds r;
     epRoundsMake(&r, &c, 0);
     for (unsigned s = 0; s < schedules; s++)
       for (int phase = 0; phase < 3; phase++) {
-        plan p = {&r.whole, &r.holes, &r.masked, phase, way, (int)(s + (unsigned)phase) % 2, {{0}}};
+        maskPlan p = {&r.whole, &r.holes, &r.masked, phase, way, (int)(s + (unsigned)phase) % 2, {{0}}};
         epTestWorld world = {.ranks = (int)ranks, .sms = s % 3 == 1 ? 3 : 0, .seed = 300 + s, .arg = &p};
         epPlanRun(&world, stopBody);
       }
@@ -126,7 +127,7 @@ static void aRankMaskedByHandIsLeftOut(void **state) {
  * only as far as they are promised. ------------------------------------------------------------------------------------ */
 
 static void killedBody(epTestRank *me) {
-  plan *p = me->arg;
+  maskPlan *p = me->arg;
   const epCase *c = p->whole->c;
   epRun run = {.salt = (unsigned)me->world->seed};
   epRough r = {0};
@@ -167,10 +168,10 @@ static void aRankThatIsKilledIsLeftOut(void **state) {
   (void)state;
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(3, layouts[l]);
-    rounds r;
+    maskRounds r;
     epRoundsMake(&r, &c, 0);
     for (unsigned s = 0; s < 12; s++) {
-      plan p = {.whole = &r.whole, .holes = &r.holes, .masked = &r.masked};
+      maskPlan p = {.whole = &r.whole, .holes = &r.holes, .masked = &r.masked};
       epTestWorld world = {.ranks = 3, .sms = s % 3 == 1 ? 3 : 0, .seed = 700 + s, .arg = &p};
       epPlanRun(&world, killedBody);
     }
@@ -180,7 +181,7 @@ static void aRankThatIsKilledIsLeftOut(void **state) {
 
 /* Ranks 1 and 3 stop together: no wait follows another. */
 static void twoStopBody(epTestRank *me) {
-  plan *p = me->arg;
+  maskPlan *p = me->arg;
   const epCase *c = p->whole->c;
   epRun run = {.salt = (unsigned)me->world->seed};
   epRough r = {0};
@@ -215,10 +216,10 @@ static void twoRanksThatStopTogether(void **state) {
   (void)state;
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(5, layouts[l]);
-    rounds r;
+    maskRounds r;
     epRoundsMake(&r, &c, 0);
     for (unsigned s = 0; s < 3; s++) {
-      plan p = {.whole = &r.whole};
+      maskPlan p = {.whole = &r.whole};
       epTestWorld world = {.ranks = 5, .seed = 820 + s, .arg = &p};
       epPlanRun(&world, twoStopBody);
     }
@@ -228,7 +229,7 @@ static void twoRanksThatStopTogether(void **state) {
 
 /* Ranks 0 and 2 each mask another one, rank 4 leaves operations out: at the end nobody knows who is where. */
 static void apartBody(epTestRank *me) {
-  plan *p = me->arg;
+  maskPlan *p = me->arg;
   const epCase *c = p->whole->c;
   epRun run = {.salt = (unsigned)me->world->seed};
   epRough r = {0};
@@ -262,10 +263,10 @@ static void ranksThatAreApartMeetAgain(void **state) {
   (void)state;
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(5, layouts[l]);
-    rounds r;
+    maskRounds r;
     epRoundsMake(&r, &c, 0);
     for (unsigned s = 0; s < 4; s++) {
-      plan p = {.whole = &r.whole};
+      maskPlan p = {.whole = &r.whole};
       epTestWorld world = {.ranks = 5, .seed = 800 + s, .arg = &p};
       epPlanRun(&world, apartBody);
     }

@@ -122,13 +122,13 @@ static void aRankThatIsLostIsReported(void **state) {
 /* ---- With masks ------------------------------------------------------------------------------------------------------------ */
 
 /* It is masked, and the reason is told. */
-static void told(epTestRank *me, const plan *p) {
+static void told(epTestRank *me, const maskPlan *p) {
   expectMask(me, "after the wait", GONE);
   if (p->how != BY_HAND) expectNamed(me);
 }
 
 /* What the others see. Who neither reaches it nor waits for its rows hears of it in the next update. */
-static void survive(epTestRank *me, epRun *run, plan *p) {
+static void survive(epTestRank *me, epRun *run, maskPlan *p) {
   unsigned long long from = clockOf(me);
   int mask[EP_TEST_MAX_RANKS];
   for (int r = 0; r < me->ranks; r++) mask[r] = r != GONE;
@@ -161,6 +161,7 @@ static void survive(epTestRank *me, epRun *run, plan *p) {
 /* All together again, exact. */
 static void restored(epTestRank *me, epRun *run, const epRound *round, epRough *old) {
   EXPECT_OK(me, ncclEpMaskClean(me->group, NULL));
+  EXPECT_OK(me, ncclEpMaskClean(me->group, NULL)); /* where there is nothing to be made good */
   expectMask(me, "after the re-admission", -1);
   EXPECT_OK(me, ncclEpErrorClear(me->group));
   if (old) { /* along an older record nothing moves, and nobody waits */
@@ -181,7 +182,7 @@ static void restored(epTestRank *me, epRun *run, const epRound *round, epRough *
 }
 
 static void stopBody(epTestRank *me) {
-  plan *p = me->arg;
+  maskPlan *p = me->arg;
   epRun run = {0};
   run.salt = (unsigned)me->world->seed;
   epGroupMake(me, p->whole->c);
@@ -202,7 +203,8 @@ static void stopBody(epTestRank *me) {
     epGroupFree(me);
     return;
   }
-  epPlanLeave(me, &run, p);
+  epRunFree(me, &run);
+  epPlanLeave(me, &p->meet);
 }
 
 static void stopRanks(uint32_t domains, uint32_t ups, how way, int single, unsigned seed) {
@@ -212,11 +214,11 @@ static void stopRanks(uint32_t domains, uint32_t ups, how way, int single, unsig
   assert_int_equal(setenv("EP_TEST_DOMAINS", text, 1), 0);
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(ranks, layouts[l], 1);
-    rounds r;
+    maskRounds r;
     c.single = single;
     epRoundsMake(&r, &c, (int)ups);
     for (int phase = 0; phase < 3; phase++) {
-      plan p = {&r.whole, &r.holes, &r.masked, phase, way, (int)(seed + (unsigned)phase) % 2, {{0}}};
+      maskPlan p = {&r.whole, &r.holes, &r.masked, phase, way, (int)(seed + (unsigned)phase) % 2, {{0}}};
       epTestWorld world = {.ranks = (int)ranks, .sms = phase == 1 ? 3 : 0, .seed = seed + (unsigned)phase, .arg = &p};
       epPlanRun(&world, stopBody);
     }
@@ -239,7 +241,7 @@ static void aRankMaskedByHandIsLeftOut(void **state) {
 
 /* It dies anywhere in a layer; who finds out, and where, depends on the schedule. */
 static void killedBody(epTestRank *me) {
-  plan *p = me->arg;
+  maskPlan *p = me->arg;
   const epCase *c = p->whole->c;
   epRun run = {.salt = (unsigned)me->world->seed};
   epRough r = {0};
@@ -287,7 +289,7 @@ static void killedBody(epTestRank *me) {
 static int stops(const epTestRank *me) { return me->rank == 1 || me->rank == 6; }
 
 static void twoStopBody(epTestRank *me) {
-  plan *p = me->arg;
+  maskPlan *p = me->arg;
   const epCase *c = p->whole->c;
   epRun run = {.salt = (unsigned)me->world->seed};
   epRough r = {0};
@@ -333,9 +335,9 @@ static void twoRanksThatStopTogether(void **state) {
   assert_int_equal(setenv("EP_TEST_DOMAINS", "2", 1), 0);
   for (unsigned s = 0; s < 2; s++) {
     epCase c = caseOf(8, layouts[s], 1);
-    rounds r;
+    maskRounds r;
     epRoundsMake(&r, &c, 4);
-    plan p = {.whole = &r.whole};
+    maskPlan p = {.whole = &r.whole};
     epTestWorld world = {.ranks = 8, .seed = 820 + s, .arg = &p};
     epPlanRun(&world, twoStopBody);
     epRoundsFree(&r);
@@ -348,10 +350,10 @@ static void aRankThatIsKilledIsLeftOut(void **state) {
   unsigned schedules = 3;
   for (size_t l = 0; l < 2; l++) {
     epCase c = caseOf(8, layouts[l], 1);
-    rounds r;
+    maskRounds r;
     epRoundsMake(&r, &c, 4);
     for (unsigned s = 0; s < schedules; s++) {
-      plan p = {.whole = &r.whole, .holes = &r.holes, .masked = &r.masked};
+      maskPlan p = {.whole = &r.whole, .holes = &r.holes, .masked = &r.masked};
       epTestWorld world = {.ranks = 8, .sms = s % 3 == 1 ? 3 : 0, .seed = 700 + s, .arg = &p};
       epPlanRun(&world, killedBody);
     }
@@ -414,10 +416,13 @@ static void stagedBody(epTestRank *me) {
 static void aRankThatStopsAmongStagedOperations(void **state) {
   (void)state;
   assert_int_equal(setenv("EP_TEST_DOMAINS", "2", 1), 0);
-  for (int i = 0; i < 4; i++) {
+  static const ncclEpLayout_t all[] = {NCCL_EP_LAYOUT_FLAT, NCCL_EP_LAYOUT_EXPERT_MAJOR, NCCL_EP_LAYOUT_RANK_MAJOR,
+                                       NCCL_EP_LAYOUT_EXPERT_MAJOR};
+  for (int i = 0; i < 8; i++) {
     staged p = {.sent = i % 2};
     epTestWorld world = {.ranks = 4, .sms = i == 1 ? 3 : 0, .seed = 900 + (unsigned)i, .arg = &p};
-    p.with = (setting){.layout = layouts[i / 2], .masks = 1, .timeoutNs = TIMEOUT_NS, .seed = 40 + (unsigned)i};
+    p.with = (setting){
+        .layout = all[i / 2], .lowLatency = i >= 4, .masks = 1, .timeoutNs = TIMEOUT_NS, .seed = 40 + (unsigned)i};
     p.without = p.with;
     p.without.gone = GONE + 1, p.without.ups = 2;
     assert_int_equal(pthread_barrier_init(&p.meet, NULL, 4), 0);

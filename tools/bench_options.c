@@ -496,16 +496,12 @@ static int checkFit(const epBenchOptions *o, int ll) {
 }
 
 /* The rank that is away must be one of at least three, and nothing else may be told in its place. */
-static int checkMasks(epBenchOptions *o, int ll) {
+static int checkMasks(epBenchOptions *o) {
   int r = o->maskRank;
   if (r < 0) return 0;
   if ((uint32_t)r >= o->ranks) return epToolFail("--mask-test %d: expected a rank below %u", r, o->ranks);
   if (o->ranks < 3)
     return epToolFail("--mask-test %d: of %u ranks: expected at least 3, so that two are left", r, o->ranks);
-  if (ll && o->fabric.scaleOut > 1)
-    return epToolFail("--mask-test %d: low latency has masks in one scale-up domain: expected --topology 1xN, or "
-                      "--layout flat or expert-major",
-                      r);
   if (o->maxRecv >= 0)
     return epToolFail("--mask-test %d: rows that are dropped, or counted on the host, hide the timeout: expected no "
                       "--max-recv",
@@ -605,7 +601,7 @@ int epBenchResolve(epBenchOptions *o) {
   if (o->algo >= 0 && o->algo != ll)
     return epToolFail("--layout: expected %s",
                       o->algo ? "rank-major or expert-major-3d with --algo ll" : "flat or expert-major with --algo ht");
-  if (checkFit(o, ll) || checkMasks(o, ll)) return -1;
+  if (checkFit(o, ll) || checkMasks(o)) return -1;
   o->align = o->layout != EP_REF_EXPERT_MAJOR ? 0 : o->align != UINT_MAX ? o->align : cuda ? 128 : 16;
   if (o->scales < 0) o->scales = o->type == EP_REF_E4M3 ? EP_SCALES_FP32 : EP_SCALES_NONE;
   if (o->scaleColumns && o->scales == EP_SCALES_NONE)
