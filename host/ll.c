@@ -115,11 +115,11 @@ ncclResult_t epLlUpdateLaunch(const char *call, struct ncclEpHandle *h, const ep
 
 ncclResult_t epLlUpdate(const char *call, struct ncclEpHandle *h, const epIndices *indices,
                         const ncclEpLayoutInfo_t *info, int borrow, cudaStream_t stream) {
-  ncclResult_t r = ncclSuccess;
+  ncclResult_t r;
   if (info && (info->expert_counters || info->src_rank_counters || info->expert_offsets || info->recv_total_counter))
     return epFail(ncclInvalidArgument,
                   "%s: layout_info has a counter: expected none in low latency, where ncclEpDispatch fills them", call);
-  if (!borrow) r = epLlUpdateLaunch(call, h, indices, stream);
+  r = borrow ? epStreamsMark(h->group, stream) : epLlUpdateLaunch(call, h, indices, stream);
   if (r != ncclSuccess) return r;
   h->pending.on = borrow;
   h->pending.indices = *indices;

@@ -63,6 +63,12 @@ ncclResult_t epStreamsEnd(struct ncclEpGroup *g, const epIssue *how) {
   return r;
 }
 
+ncclResult_t epStreamsMark(struct ncclEpGroup *g, cudaStream_t stream) {
+  epIssue how = {0};
+  ncclResult_t r = epStreamsBegin(g, &how, stream);
+  return r == ncclSuccess ? epStreamsEnd(g, &how) : r;
+}
+
 ncclResult_t epStreamsJoin(struct ncclEpGroup *g, const epIssue *how, cudaStream_t before) {
   return g->streams.own && g->streams.capturing && before != how->work ? joinStreams(g, before, how->work)
                                                                        : ncclSuccess;

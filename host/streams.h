@@ -20,6 +20,8 @@ ncclResult_t epCommunicationStream(struct ncclEpGroup *group, cudaStream_t *stre
 /* Sets how->work and makes it wait for what it has to; the caller's work is launched on it then, and epStreamsEnd follows. */
 ncclResult_t epStreamsBegin(struct ncclEpGroup *group, epIssue *how, cudaStream_t stream);
 ncclResult_t epStreamsEnd(struct ncclEpGroup *group, const epIssue *how);
+/* Both, for a call that launches nothing: later ones wait for what its stream holds. */
+ncclResult_t epStreamsMark(struct ncclEpGroup *group, cudaStream_t stream);
 /* Makes how->work wait for what `before` was given so far: between the parts of an operation in one graph. */
 ncclResult_t epStreamsJoin(struct ncclEpGroup *group, const epIssue *how, cudaStream_t before);
 ncclResult_t epStreamsRelease(struct ncclEpGroup *group);

@@ -155,6 +155,8 @@ ncclResult_t epUpdate(const char *call, ncclEpHandle_t h, const ncclEpTensor_t *
     r = epUpdateLaunch(call, h, &indices, &a, stream);
     if (r != ncclSuccess) return r;
   } else {
+    r = epStreamsMark(g, stream);
+    if (r != ncclSuccess) return r;
     h->pending.on = 1;
     h->pending.indices = indices;
     h->pending.update = a;

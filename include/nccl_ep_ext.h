@@ -299,7 +299,7 @@ ncclResult_t ncclEpCombineExt(ncclEpHandle_t handle, const ncclEpCombineInputs_t
  * the work waits for start_event, or without one for all that `stream` holds at the call, and nothing in `stream` waits for the
  * work but what the caller makes wait for done_event, which is therefore required unless send_only. From the moment that it is
  * made (ncclEpGetCommunicationStream, or the first call that asks for it) the group's calls that queue work run in the order in
- * which they are made, whatever their streams; their order after calls made before that, and while capturing, is the caller's.
+ * which they are made, whatever their streams, and updates that borrow topk_idx have their place in it; their order after calls made before that, and while capturing, is the caller's.
  *
  * Lifetime. "Passed": the stream (or done_event) that a call's work went to has come to its end; for a staged operation that of
  * its ncclEpComplete.
