@@ -22,15 +22,15 @@ struct epLlRail {
   const epHybridGroup &h;
 };
 
-/* Of a rail's rank: where what it sent lies, the half of the operation included; words of counts, weights, rows. */
+/* Of a rail's rank: where what it sent lies, the half of the operation included (so nothing that handles differ in may enter); words of
+ * counts, weights, rows. */
 template <class C> DEV uint32_t ep_ll_domain_words(const C c) { return epLlDomainWords(c.scaleUp, c.experts, c.ranks); }
 template <class C>
 DEV uint64_t ep_ll_rail_counts(const C c, const epHybridGroup &h, const epPlace &w, uint32_t gen, uint32_t o) {
   return h.layout.railCounts + 4ull * ((gen & 1) * w.domains + o) * ep_ll_domain_words(c);
 }
-template <class C>
-DEV uint64_t ep_ll_rail_weights(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t gen, uint32_t o) {
-  return h.layout.railMeta + 4ull * ((gen & 1) * w.domains + o) * g.maxTokens * c.topk;
+DEV uint64_t ep_ll_rail_weights(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t gen, uint32_t o) {
+  return h.layout.railMeta + 4ull * ((gen & 1) * w.domains + o) * g.maxTokens * g.windowTopk;
 }
 DEV uint64_t ep_ll_rail_region(const epGroupArgs &g, uint64_t section, uint32_t region, uint32_t t) {
   return section + ((uint64_t)region * g.maxTokens + t) * g.window.stageStride;

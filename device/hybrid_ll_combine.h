@@ -28,10 +28,10 @@ DEV void ep_ll_weights_far(const epLlRail &net, const C c, const epLlCombineArgs
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
     if (o == w.domain || ep_ll_rail_left_out(c, w, o))
       continue;
-    ep_ll_put_message(c, a.group, net.h, w, o, op.gen, {ep_ll_rail_weights(c, a.group, net.h, w, op.gen, w.domain), out, 4 * n});
+    ep_ll_put_message(c, a.group, net.h, w, o, op.gen, {ep_ll_rail_weights(a.group, net.h, w, op.gen, w.domain), out, 4 * n});
   }
   auto store = [&](uint32_t o, uint32_t k, uint32_t step) {
-    const uint32_t *told = (const uint32_t *)(ep_ll_window(w.rank) + ep_ll_rail_weights(c, a.group, net.h, w, op.gen, o));
+    const uint32_t *told = (const uint32_t *)(ep_ll_window(w.rank) + ep_ll_rail_weights(a.group, net.h, w, op.gen, o));
     const int32_t *forward = (const int32_t *)(a.record + rec.forward) + o * section;
     uint32_t theirs = c.topk * p::ldg<uint32_t>((const uint32_t *)(a.record + rec.fwdTokens) + o);
     if (!ep_ll_wait_message(c, a.group, net.h, w, o, op.gen, EP_PHASE_COMBINE_ROWS))

@@ -67,9 +67,10 @@ template <class C> DEV const uint8_t *ep_ll_input(const C c, const epLlCombineAr
   return a.tokens + (uint64_t)row * c.rowBytes + strip * EP_STRIP_DATA;
 }
 
+/* Weights from `source`, in the window of rank `at`: apart by the group's top-k, as the operations before and behind may be of other handles. */
 template <class C> DEV uint64_t *ep_ll_weights(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t at, uint32_t source) {
   return (uint64_t *)(ep_ll_window(at) + a.window.weights) +
-         (uint64_t)((op.gen & 1) * c.ranks + source) * a.group.maxTokens * c.topk;
+         (uint64_t)((op.gen & 1) * c.ranks + source) * a.group.maxTokens * a.group.windowTopk;
 }
 
 DEV const epRecordHeader *ep_ll_header(const epLlCombineArgs &a) {
