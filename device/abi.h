@@ -24,7 +24,12 @@ enum {
 };
 EP_HD int epKernelIsHybrid(int id) { return id >= EP_KERNEL_HYBRID_UPDATE && id <= EP_KERNEL_HYBRID_MASK; }
 
-enum { EP_QUANTISE_NONE = 0, EP_QUANTISE_E4M3, EP_QUANTISE_POWERS /* with scales that are powers of two */ };
+enum {
+  EP_QUANTISE_NONE = 0,
+  EP_QUANTISE_E4M3, /* dispatch's */
+  EP_QUANTISE_POWERS, /* the same with scales that are powers of two */
+  EP_QUANTISE_NVFP4 /* combine's */
+};
 
 enum { EP_DTYPE_BYTES = 0, EP_DTYPE_BF16, EP_DTYPE_F16, EP_DTYPE_F32 };
 
@@ -45,7 +50,7 @@ enum { EP_PART_WHOLE = 0, EP_PART_SEND, EP_PART_RECEIVE };
   X(dtype)      /* EP_DTYPE_*: combine only */                                                                              \
   X(layout)     /* EP_LAYOUT_KIND_* */                                                                                      \
   X(scaleBytes) /* of a token's row of scales, a multiple of 4; 0: none */                                                  \
-  X(quantise)   /* low-latency dispatch: EP_QUANTISE_*; rowBytes are then those it makes */                                 \
+  X(quantise)   /* low latency: EP_QUANTISE_*; rowBytes of dispatch are then those it makes */                              \
   X(bias)       /* rows that combine's sums start from: 0, 1 or 2 */                                                        \
   X(single)     /* combine only: nothing is summed before a token's own rank sums all its slots */                          \
   X(weights)    /* rows carry K FP32 weights: forward dispatch, backward combine */                                         \

@@ -356,7 +356,14 @@ DEV uint32_t ep_ll_wanted(uint32_t bytes) {
 DEV uint32_t ep_ll_funnel(uint32_t lo, uint32_t hi, uint32_t shift) { return (uint32_t)(((uint64_t)hi << 32 | lo) >> shift); }
 
 /* Through the warp's strip of shared memory at `buffer`: vectors go in, units come out. A unit's 14 bytes begin in the middle of a
- * word in odd lanes. */
+ * word in odd lanes: `shift`. */
+DEV uint4 ep_ll_read_unit(uint32_t buffer, uint32_t gen, uint32_t shift, uint32_t i) {
+  uint32_t at = buffer + (EP_UNIT_DATA * p::lane() & ~3u) + 32 * EP_UNIT_DATA * i;
+  uint32_t w0 = p::lds<uint32_t>(at), w1 = p::lds<uint32_t>(at + 4), w2 = p::lds<uint32_t>(at + 8),
+           w3 = p::lds<uint32_t>(at + 12);
+  return ep_ll_unit((gen & EP_UNIT_TAG) | w3 >> shift << 16, ep_ll_funnel(w0, w1, shift), ep_ll_funnel(w1, w2, shift),
+                    ep_ll_funnel(w2, w3, shift));
+}
 DEV void ep_ll_to_units(uint32_t buffer, uint32_t gen, const uint4 *v, uint4 *u) {
   uint32_t l = p::lane(), shift = (l & 1) * 16;
 #pragma unroll
@@ -365,29 +372,28 @@ DEV void ep_ll_to_units(uint32_t buffer, uint32_t gen, const uint4 *v, uint4 *u)
       p::sts<uint4>(buffer + 16 * l + EP_STRIP_STEP * i, v[i]);
   p::sync_warp();
 #pragma unroll
-  for (uint32_t i = 0; i < EP_STRIP_UNITS; i++) {
-    uint32_t at = buffer + (EP_UNIT_DATA * l & ~3u) + 32 * EP_UNIT_DATA * i;
-    uint32_t w0 = p::lds<uint32_t>(at), w1 = p::lds<uint32_t>(at + 4), w2 = p::lds<uint32_t>(at + 8),
-             w3 = p::lds<uint32_t>(at + 12);
-    u[i] = ep_ll_unit((gen & EP_UNIT_TAG) | w3 >> shift << 16, ep_ll_funnel(w0, w1, shift), ep_ll_funnel(w1, w2, shift),
-                      ep_ll_funnel(w2, w3, shift));
-  }
+  for (uint32_t i = 0; i < EP_STRIP_UNITS; i++)
+    u[i] = ep_ll_read_unit(buffer, gen, shift, i);
   p::sync_warp();
 }
 
-/* `v` may be `u`. Two lanes have 7 words: 4 are the even one's, whose last half it gets from the odd one. */
-DEV void ep_ll_to_vectors(uint32_t buffer, const uint4 *u, uint4 *v) {
+/* Two lanes have 7 words: 4 are the even one's, whose last half it gets from the odd one. */
+DEV void ep_ll_write_unit(uint32_t buffer, uint4 u, uint32_t i) {
   uint32_t l = p::lane(), odd = l & 1, shift = odd * 16;
+  uint32_t at = buffer + EP_UNIT_DATA * l + 2 * odd + 32 * EP_UNIT_DATA * i, last = u.x >> 16;
+  uint32_t next = p::shfl_xor(p::FULL, u.y, 1);
+  p::sts<uint32_t>(at, ep_ll_funnel(u.y, u.z, shift));
+  p::sts<uint32_t>(at + 4, ep_ll_funnel(u.z, u.w, shift));
+  p::sts<uint32_t>(at + 8, ep_ll_funnel(u.w, last, shift));
+  if (!odd)
+    p::sts<uint32_t>(at + 12, last | next << 16);
+}
+/* `v` may be `u`. */
+DEV void ep_ll_to_vectors(uint32_t buffer, const uint4 *u, uint4 *v) {
+  uint32_t l = p::lane();
 #pragma unroll
-  for (uint32_t i = 0; i < EP_STRIP_UNITS; i++) {
-    uint32_t at = buffer + EP_UNIT_DATA * l + 2 * odd + 32 * EP_UNIT_DATA * i, last = u[i].x >> 16;
-    uint32_t next = p::shfl_xor(p::FULL, u[i].y, 1);
-    p::sts<uint32_t>(at, ep_ll_funnel(u[i].y, u[i].z, shift));
-    p::sts<uint32_t>(at + 4, ep_ll_funnel(u[i].z, u[i].w, shift));
-    p::sts<uint32_t>(at + 8, ep_ll_funnel(u[i].w, last, shift));
-    if (!odd)
-      p::sts<uint32_t>(at + 12, last | next << 16);
-  }
+  for (uint32_t i = 0; i < EP_STRIP_UNITS; i++)
+    ep_ll_write_unit(buffer, u[i], i);
   p::sync_warp();
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)

@@ -5,6 +5,7 @@
  *             weighted by fused multiply-add, summed in ascending k in FP32 and rounded once: one row a rank crosses the link,
  *             not one a slot. The weights are known to the token's rank alone: its block 0 sends them, as words that carry
  *             their generation, and does nothing else; they arrive while the slots are being read
+ *             NVFP4: quantised instead of rounded, and this rank's own share, too (ll_nvfp4.h)
  *   reduce    a warp a strip of a token: the ranks' rows in the order of the highest k each holds, FP32, rounded once; this
  *             rank's own share is made on the spot
  *
@@ -15,16 +16,13 @@
 #define EP_DEVICE_LL_COMBINE_H_
 
 #include "ll_mask.h"
-#include "numbers.h"
+#include "ll_nvfp4.h"
 
-#define EP_LL_SLOT_BATCH 3  /* slots whose loads are on their way together: of a row that is sent */
+/* Slots whose loads are on their way together: of a row that is sent; NVFP4 takes registers, too */
+#define EP_LL_SLOT_BATCH(c) (EP_NVFP4_KNOWN(c) ? 2 : 3)
 #define EP_LL_SHARE_BATCH 1 /* and of one that stays, which has more time */
 #define EP_LL_ROW_BATCH 2  /* the same of staged rows */
-
-/* A strip's sum in a lane. */
-struct epLlSum {
-  epVec v[EP_STRIP_VECTORS];
-};
+#define EP_LL_ROW_UNITS(c) (EP_NVFP4_KNOWN(c) ? EP_NVFP4_UNITS : EP_STRIP_UNITS) /* of such a row's strip, a lane, at most */
 
 DEV void ep_ll_sum_zero(epLlSum &s) {
 #pragma unroll
@@ -127,11 +125,13 @@ template <class C, class N> DEV void ep_ll_send_weights(const C c, const epLlCom
 
 /* ---- Push ---------------------------------------------------------------------------------------------------------- */
 
-/* A warp: strip of the weighted sum of slots, lane k's at row `slot` of the input, rounded. `known()` gives the lane's weight
- * once the first slots are on their way; false: it gave up. */
+/* A warp: strip of the weighted sum of slots, lane k's at row `slot` of the input, rounded or, NVFP4, as `part`. `known()` gives the lane's
+ * weight once the first slots are on their way; false: it gave up. */
 template <int BATCH, class C, class F>
-DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, uint32_t slot, uint32_t strip, F known, uint4 *out) {
+DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, uint32_t slot, uint32_t strip, F known, uint4 *out,
+                     epNvfp4Part &part) {
   uint32_t bytes = ep_ll_bytes(c, strip), weight = 0;
+  float given = c.quantise && slot != EP_NONE ? p::ldg<float>(a.scales + slot) : 0;
   epLlSum sum;
   ep_ll_sum_zero(sum);
   uint32_t m = p::ballot(p::FULL, slot != EP_NONE);
@@ -156,13 +156,31 @@ DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, uint32_t slot, uint32_
       }
     }
   }
-  ep_ll_sum_round(c, sum, out);
+  EP_IF_NVFP4 (c) {
+    part.sum = sum;
+    part.row = ep_nvfp4_sum_row(p::ballot(p::FULL, slot != EP_NONE), p::as_float(weight), given);
+  } else {
+    ep_ll_sum_round(c, sum, out);
+  }
   return true;
 }
 
-/* A strip of an arrived row, and what the record says of it. */
+/* The same of one row, as it is, whose scale is the caller's. */
+template <class C> DEV void ep_ll_single(const C c, const uint4 *v, float scale, epNvfp4Part &part) {
+  ep_ll_sum_zero(part.sum);
+  ep_ll_sum_add(c, part.sum, v);
+  part.row = ep_nvfp4_row(scale);
+}
+
+/* Bytes that a strip of a row that returns takes. */
+template <class C> DEV uint32_t ep_ll_part_bytes(const C c, uint32_t strip) {
+  return c.quantise ? ep_nvfp4_bytes(ep_ll_bytes(c, strip)) : ep_ll_bytes(c, strip);
+}
+
+/* A strip of an arrived row, and what the record says of it. `scale`: NVFP4, rank-major, the caller's. */
 struct epLlBack {
   uint32_t s, j, strip, token, slot;
+  float scale;
   uint4 v[EP_STRIP_VECTORS];
 };
 
@@ -182,17 +200,21 @@ template <class C> DEV void ep_ll_back_ask(const C c, const epLlCombineArgs &a, 
   uint64_t row = (uint64_t)x.s * a.group.maxTokens + x.j;
   x.token = p::ldg_any<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvToken) + row);
   x.slot = EP_NONE;
-  if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
+  if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR) {
     ep_ll_load_any(ep_ll_input(c, a, (uint32_t)row, x.strip), ep_ll_bytes(c, x.strip), x.v);
-  else if (p::lane() < c.topk)
+    EP_IF_NVFP4 (c)
+      x.scale = p::ldg_any<float>(a.scales + row);
+  } else if (p::lane() < c.topk)
     x.slot = p::ldg_any<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) + row * c.topk + p::lane());
 }
 template <class C> DEV void ep_ll_back_confirm(const C c, const epLlCombineArgs &a, const epLlBack &x) {
   uint64_t row = (uint64_t)x.s * a.group.maxTokens + x.j;
   p::confirm((const uint32_t *)(a.record + a.recordLayout.recvToken) + row, 4);
-  if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
+  if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR) {
     ep_ll_confirm(ep_ll_input(c, a, (uint32_t)row, x.strip), ep_ll_bytes(c, x.strip));
-  else if (p::lane() < c.topk)
+    EP_IF_NVFP4 (c)
+      p::confirm(a.scales + row, 4);
+  } else if (p::lane() < c.topk)
     p::confirm((const uint32_t *)(a.record + a.recordLayout.recvSlot) + row * c.topk + p::lane(), 4);
 }
 
@@ -202,19 +224,26 @@ template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a,
   uint32_t me = a.group.rank, to = c.scaleUp ? me - me % c.scaleUp + x.s % c.scaleUp : x.s;
   uint32_t writer = c.scaleUp ? x.s - x.s % c.scaleUp + me % c.scaleUp : me, buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE);
   uint4 u[EP_STRIP_UNITS];
+  epNvfp4Part part;
   if (c.layout != EP_LAYOUT_KIND_RANK_MAJOR) {
     const uint64_t *words = ep_ll_weights(c, a, op, me, x.s) + (uint64_t)x.token * c.topk;
     auto known = [&](uint32_t &weight) {
       return x.slot == EP_NONE ||
              ep_ll_await_word(c, a.group, op, words + p::lane(), EP_PHASE_COMBINE_ROWS, x.s, &weight);
     };
-    if (!ep_ll_weigh<EP_LL_SLOT_BATCH>(c, a, x.slot, x.strip, known, x.v))
+    if (!ep_ll_weigh<EP_LL_SLOT_BATCH(c)>(c, a, x.slot, x.strip, known, x.v, part))
       return false;
+  } else {
+    EP_IF_NVFP4 (c)
+      ep_ll_single(c, x.v, x.scale, part);
   }
-  ep_ll_to_units(buffer, op.gen, x.v, u);
+  EP_IF_NVFP4 (c)
+    ep_nvfp4_to_units(buffer, op.gen, part, ep_ll_wanted(ep_ll_part_bytes(c, x.strip)), u);
+  else
+    ep_ll_to_units(buffer, op.gen, x.v, u);
   ep_ll_send(ep_ll_window(to) + epLlStageRow(&a.window, c.ranks, a.group.maxTokens, op.gen, to, writer, x.token) +
                  x.strip * EP_STRIP_BYTES,
-             ep_ll_bytes(c, x.strip), u);
+             ep_ll_part_bytes(c, x.strip), u);
   return true;
 }
 
@@ -275,10 +304,13 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, ui
 /* A warp: this rank's own share of token t, as its row would come from another rank. `row`: of the input, of the lane's k,
  * or EP_NONE. */
 template <class C>
-DEV void ep_ll_share(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t row, uint32_t strip, uint4 *out) {
+DEV void ep_ll_share(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t row, uint32_t strip, uint4 *out,
+                     epNvfp4Part &part) {
   if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR) {
     uint32_t from = p::ffs(p::ballot(p::FULL, row != EP_NONE)) - 1;
     ep_ll_load(ep_ll_input(c, a, p::shfl(p::FULL, row, from), strip), ep_ll_bytes(c, strip), out);
+    EP_IF_NVFP4 (c)
+      ep_ll_single(c, out, p::ldg<float>(a.scales + p::shfl(p::FULL, row, from)), part);
     return;
   }
   uint32_t mine = row == EP_NONE ? 0 : p::as_u32(p::ldg<float>(a.weights + (uint64_t)t * c.topk + p::lane()));
@@ -286,7 +318,16 @@ DEV void ep_ll_share(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t r
     weight = mine;
     return true;
   };
-  ep_ll_weigh<EP_LL_SHARE_BATCH>(c, a, row, strip, known, out);
+  ep_ll_weigh<EP_LL_SHARE_BATCH>(c, a, row, strip, known, out, part);
+}
+
+/* The same, quantised, into shared memory at `to`; its registers are not the caller's. */
+template <class C>
+DEV_APART void ep_ll_share_nvfp4(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t row, uint32_t strip, uint32_t to) {
+  uint4 v[EP_STRIP_VECTORS];
+  epNvfp4Part part;
+  ep_ll_share(c, a, t, row, strip, v, part);
+  ep_nvfp4_encode(to, part);
 }
 
 DEV const uint8_t *ep_ll_from(uint64_t address, uint32_t lane) {
@@ -322,7 +363,7 @@ DEV bool ep_ll_reduced(const epLlOneDomain &, const C c, const epLlCombineArgs &
 template <int ROWS, class C, class N>
 DEV bool ep_ll_reduce(const N &net, const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip, epLlToken x) {
   uint32_t l = p::lane(), me = a.group.rank, B = a.group.maxTokens, row = EP_NONE;
-  uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE), wanted = ep_ll_wanted(bytes);
+  uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE), wanted = ep_ll_wanted(ep_ll_part_bytes(c, strip));
   if (l < c.topk && N::shares)
     p::confirm((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l, 4);
   uint32_t owner = x.expert >= 0 ? (uint32_t)x.expert / (c.experts / c.ranks) : EP_NONE;
@@ -341,10 +382,15 @@ DEV bool ep_ll_reduce(const N &net, const C c, const epLlCombineArgs &a, const e
   }
   if (own) { /* kept beside the strip: registers are short */
     uint4 share[EP_STRIP_VECTORS];
-    ep_ll_share(c, a, t, row, strip, share);
+    epNvfp4Part part;
+    EP_IF_NVFP4 (c) {
+      ep_ll_share_nvfp4(c, a, t, row, strip, buffer + EP_STRIP_DATA);
+    } else {
+      ep_ll_share(c, a, t, row, strip, share, part);
 #pragma unroll
-    for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
-      p::sts<uint4>(buffer + EP_STRIP_DATA + 512 * i + 16 * l, share[i]);
+      for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
+        p::sts<uint4>(buffer + EP_STRIP_DATA + 512 * i + 16 * l, share[i]);
+    }
   }
   epLlSum sum;
   ep_ll_sum_zero(sum);
@@ -355,20 +401,24 @@ DEV bool ep_ll_reduce(const N &net, const C c, const epLlCombineArgs &a, const e
 #pragma unroll
     for (int b = 0; b < ROWS; b++) {
       if (n && (n & (0u - n)) != own)
-        ep_ll_look<EP_STRIP_UNITS>(op, wanted, ep_ll_unit_at(ep_ll_from(address, p::ffs(n) - 1), strip), y[b]);
+        ep_ll_look<EP_LL_ROW_UNITS(c)>(op, wanted, ep_ll_unit_at(ep_ll_from(address, p::ffs(n) - 1), strip), y[b]);
       n &= n - 1;
     }
 #pragma unroll
     for (int b = 0; b < ROWS; b++) {
       if (m && (m & (0u - m)) == own) {
-        uint4 share[EP_STRIP_VECTORS];
+        EP_IF_NVFP4 (c) {
+          ep_nvfp4_add(buffer + EP_STRIP_DATA, sum);
+        } else {
+          uint4 share[EP_STRIP_VECTORS];
 #pragma unroll
-        for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
-          share[i] = p::lds<uint4>(buffer + EP_STRIP_DATA + 512 * i + 16 * l);
-        ep_ll_sum_add(c, sum, share);
+          for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
+            share[i] = p::lds<uint4>(buffer + EP_STRIP_DATA + 512 * i + 16 * l);
+          ep_ll_sum_add(c, sum, share);
+        }
       } else if (m) {
         uint32_t from = p::ffs(m) - 1;
-        int came = ep_ll_settle<EP_STRIP_UNITS, false>(c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_COMBINE_ROWS,
+        int came = ep_ll_settle<EP_LL_ROW_UNITS(c), false>(c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_COMBINE_ROWS,
                                                        p::shfl(p::FULL, owner, from),
                                                        ep_ll_unit_at(ep_ll_from(address, from), strip), y[b],
                                                        [&]() { return ep_ll_unwanted(net, c, a.group); });
@@ -377,8 +427,12 @@ DEV bool ep_ll_reduce(const N &net, const C c, const epLlCombineArgs &a, const e
             ep_ll_lose(c, a.group, op, p::shfl(p::FULL, owner, from));
           return false;
         }
-        ep_ll_to_vectors(buffer, y[b], y[b]);
-        ep_ll_sum_add(c, sum, y[b]);
+        EP_IF_NVFP4 (c) {
+          ep_nvfp4_from_units(buffer, y[b], sum);
+        } else {
+          ep_ll_to_vectors(buffer, y[b], y[b]);
+          ep_ll_sum_add(c, sum, y[b]);
+        }
       }
       m &= m - 1;
     }

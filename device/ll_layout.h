@@ -173,8 +173,10 @@ typedef struct epLlCombineArgs {
   epLlWindowLayout window;
   epLlRecordLayout recordLayout;
   uint8_t *outTokens; /* [T][rowBytes] */
-  uint32_t forwardBlocks; /* several scale-up domains: the last of those that send */
-  uint32_t pad;
+  union {
+    uint32_t forwardBlocks; /* several scale-up domains: the last of those that send */
+    const float *scales;    /* cfg.quantise, which is one domain's: of the rows of tokens */
+  };
 } epLlCombineArgs;
 
 /* Shared memory of a block: the verdict word and the generation; window addresses of all ranks. Dispatch: sums of entries by expert and of

@@ -25,15 +25,36 @@ ncclResult_t epCombineType(const char *call, const char *argument, ncclDataType_
   }
 }
 
-static ncclResult_t epCombineConfigCheck(const char *call, const ncclEpCombineConfig_t *c) {
+ncclResult_t epCombineRecipe(const char *call, const char *name, const struct ncclEpGroup *g,
+                             ncclEpCombQuant_t recipe) {
+  if (recipe == NCCL_EP_COMB_QUANT_NONE) return ncclSuccess;
+  if (recipe != NCCL_EP_COMB_QUANT_NVFP4)
+    return epFail(ncclInvalidArgument, "%s: %s is %d: expected an ncclEpCombQuant_t", call, name, (int)recipe);
+  if (!epIsLl(g))
+    return epFail(ncclInvalidUsage,
+                  "%s: %s is NCCL_EP_COMB_QUANT_NVFP4: expected NCCL_EP_COMB_QUANT_NONE in high throughput", call,
+                  name);
+  if (epIsHybrid(g))
+    return epFail(ncclInvalidUsage,
+                  "%s: %s is NCCL_EP_COMB_QUANT_NVFP4: not supported yet across scale-up domains: expected "
+                  "NCCL_EP_COMB_QUANT_NONE",
+                  call, name);
+  return ncclSuccess;
+}
+
+ncclResult_t epCombineNoScales(const char *call, const ncclEpCombineInputs_t *in) {
+  const epArgName scales = {call, "inputs.scales"};
+  return epTensorAbsent(scales, in->scales, "only NCCL_EP_COMB_QUANT_NVFP4 has scales");
+}
+
+static ncclResult_t epCombineConfigCheck(const char *call, const struct ncclEpGroup *g, const ncclEpCombineConfig_t *c,
+                                         const ncclEpCombineInputs_t *in) {
+  ncclResult_t r;
   if (c->pass_direction != NCCL_EP_FWD_PASS && c->pass_direction != NCCL_EP_BWD_PASS)
     return epFail(ncclInvalidArgument, "%s: pass_direction is %d: expected an ncclEpPassDir_t", call,
                   (int)c->pass_direction);
-  if (c->quant_recipe != NCCL_EP_COMB_QUANT_NONE)
-    return epFail(c->quant_recipe == NCCL_EP_COMB_QUANT_NVFP4 ? ncclInvalidUsage : ncclInvalidArgument,
-                  "%s: quant_recipe %d is not supported yet: expected NCCL_EP_COMB_QUANT_NONE", call,
-                  (int)c->quant_recipe);
-  return ncclSuccess;
+  r = epCombineRecipe(call, "quant_recipe", g, c->quant_recipe);
+  return r == ncclSuccess ? epCombineNoScales(call, in) : r;
 }
 
 static ncclResult_t epCombineInputs(const char *call, const struct ncclEpHandle *h, const ncclEpCombineInputs_t *in,
@@ -49,8 +70,6 @@ static ncclResult_t epCombineInputs(const char *call, const struct ncclEpHandle 
                "%s: inputs.tokens.sizes[0] is %zu: expected at least max_recv_tokens_per_rank, %u, and less than 2^32",
                call, in->tokens->sizes[0], g->budget);
   if (r == ncclSuccess) r = epTensorAddress(tokens, g->be, in->tokens, EP_ROW_ALIGN, &dev);
-  if (r == ncclSuccess && in->scales)
-    r = epFail(ncclInvalidUsage, "%s: inputs.scales is given: not supported yet", call);
   if (r != ncclSuccess) return r;
   a->tokens = dev;
   a->capacity = (uint32_t)in->tokens->sizes[0];
@@ -143,7 +162,7 @@ ncclResult_t epCombine(const char *call, ncclEpHandle_t h, const ncclEpCombineIn
     r = epCombineNoOptions(call, ext);
     return r == ncclSuccess ? epLlCombine(call, h, in, out, config, &how, stream) : r;
   }
-  if (r == ncclSuccess) r = epCombineConfigCheck(call, config);
+  if (r == ncclSuccess) r = epCombineConfigCheck(call, g, config, in);
   if (r == ncclSuccess) r = epHybridQueuePairs(call, g, ext->num_qps, &contexts);
   if (r == ncclSuccess && !h->pending.on) r = epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = epCombineInputs(call, h, in, backward, &rowBytes, &dtype, &a);

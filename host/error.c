@@ -56,7 +56,7 @@ static void epApartText(const struct ncclEpGroup *g, const epErrorRecord *e, cha
   epKindText(e->expected, mine, sizeof mine);
   epKindText(e->seen, its, sizeof its);
   if (strcmp(mine, its) == 0)
-    what = (e->expected ^ e->seen) > EP_KIND_ROUTING ? ", of rows of another width, type or top-k"
+    what = (e->expected ^ e->seen) > EP_KIND_ROUTING ? ", of rows of another width, type, recipe or top-k"
            : epIsLl(g)                               ? ", along another dispatch's handle"
                                                      : ", along another update's handle";
   snprintf(text, bytes, "rank %u is in %s (operation %u)%s, while rank %d is in %s: expected the same on all ranks",

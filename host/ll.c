@@ -363,19 +363,39 @@ ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEp
 
 /* ---- Combine ------------------------------------------------------------------------------------------------------- */
 
+/* NCCL_EP_COMB_QUANT_NVFP4: elements of a block (device/ll_nvfp4.h). */
+#define EP_NVFP4_ELEMENTS 16u
+
 static ncclResult_t combineConfigCheck(const char *call, const struct ncclEpHandle *h, const ncclEpCombineConfig_t *c,
                                        const ncclEpCombineInputs_t *in) {
   const epArgName weights = {call, "inputs.topk_weights"};
   ncclResult_t r = passCheck(call, c->pass_direction);
-  if (r == ncclSuccess && c->quant_recipe != NCCL_EP_COMB_QUANT_NONE)
-    r = epFail(c->quant_recipe == NCCL_EP_COMB_QUANT_NVFP4 ? ncclInvalidUsage : ncclInvalidArgument,
-               "%s: quant_recipe %d is not supported yet: expected NCCL_EP_COMB_QUANT_NONE",
-               call, (int)c->quant_recipe);
-  if (r == ncclSuccess && in->scales)
-    r = epFail(ncclInvalidUsage, "%s: inputs.scales is given: not supported yet", call);
+  if (r == ncclSuccess) r = epCombineRecipe(call, "quant_recipe", h->group, c->quant_recipe);
+  if (r == ncclSuccess && c->quant_recipe == NCCL_EP_COMB_QUANT_NONE) r = epCombineNoScales(call, in);
   if (r == ncclSuccess) r = epTensorAbsent(weights, in->topk_weights, "the forward pass takes tokens only");
   if (r == ncclSuccess && tokensKnown(h) && !h->dispatched)
     r = epFail(ncclInvalidUsage, "%s: nothing was dispatched on this routing: call ncclEpDispatch first", call);
+  return r;
+}
+
+static ncclResult_t blocksCheck(const char *call, const char *name, size_t hidden) {
+  if (hidden % EP_NVFP4_ELEMENTS == 0) return ncclSuccess;
+  return epFail(ncclInvalidArgument,
+                "%s: %s is %zu: expected a multiple of %u, the elements of a block of NCCL_EP_COMB_QUANT_NVFP4", call,
+                name, hidden, EP_NVFP4_ELEMENTS);
+}
+
+/* BF16 in whole blocks, and a scale for each row, which has the place of its row. */
+static ncclResult_t combineScales(const char *call, const struct ncclEpHandle *h, const ncclEpCombineInputs_t *in,
+                                  epLlCombineArgs *a) {
+  const epArgName tokens = {call, "inputs.tokens"}, name = {call, "inputs.scales"};
+  void *dev = NULL;
+  ncclResult_t r = epTensorType(tokens, in->tokens, ncclBfloat16);
+  if (r == ncclSuccess) r = blocksCheck(call, "inputs.tokens.sizes[2]", in->tokens->sizes[2]);
+  if (r == ncclSuccess) r = placesCheck(name, h, in->scales, 1, "one for each row");
+  if (r == ncclSuccess) r = epTensorType(name, in->scales, ncclFloat32);
+  if (r == ncclSuccess) r = epTensorAddress(name, h->group->be, in->scales, sizeof(float), &dev);
+  if (r == ncclSuccess) a->scales = dev;
   return r;
 }
 
@@ -408,6 +428,7 @@ ncclResult_t epLlCombine(const char *call, struct ncclEpHandle *h, const ncclEpC
                          cudaStream_t stream) {
   struct ncclEpGroup *g = h->group;
   uint32_t rowBytes = 0, dtype = 0;
+  int nvfp4 = config->quant_recipe == NCCL_EP_COMB_QUANT_NVFP4;
   epLlCombineArgs a;
   epConfig c;
   epGrid grid;
@@ -417,15 +438,17 @@ ncclResult_t epLlCombine(const char *call, struct ncclEpHandle *h, const ncclEpC
   r = h->pending.on ? ncclSuccess /* refused below */ : epHandleRouted(call, h, stream);
   if (r == ncclSuccess) r = combineConfigCheck(call, h, config, in);
   if (r == ncclSuccess) r = combineTensors(call, h, in, out, &rowBytes, &dtype, &a);
+  if (r == ncclSuccess && nvfp4) r = combineScales(call, h, in, &a);
   if (r != ncclSuccess) return r;
   c = configOf(g, kindOf(h), h->topk, rowBytes, dtype, 0);
+  c.quantise = nvfp4 ? EP_QUANTISE_NVFP4 : EP_QUANTISE_NONE;
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_COMBINE, a.numTokens, &c, &grid);
   if (r != ncclSuccess) return r;
   a.window = epLlWindowLayoutOf(g->shape);
   a.recordLayout = epLlHandleLayout(h);
   a.record = h->record;
   a.tokensHeld = !tokensKnown(h);
-  a.forwardBlocks = grid.forwardBlocks;
+  if (!nvfp4) a.forwardBlocks = grid.forwardBlocks;
   op = (epOperation){EP_KERNEL_LL_COMBINE, c, grid, &a, 0, 0};
   return epOperationRun(call, h, &op, how, stream);
 }
@@ -460,8 +483,13 @@ ncclResult_t epLlPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareC
   if (r == ncclSuccess) epWishAdd(out, EP_KERNEL_LL_DISPATCH, &c);
   if (r == ncclSuccess) r = epCombineType(call, "combine_type", p->combine_type, &dtype);
   if (r == ncclSuccess) r = epRowBytes(call, g, "tokens", p->hidden, p->combine_type, &rowBytes);
+  if (r == ncclSuccess && p->combine_quant && dtype != EP_DTYPE_BF16)
+    r = epFail(ncclInvalidArgument, "%s: combine_type is %s: expected bfloat16 with NCCL_EP_COMB_QUANT_NVFP4", call,
+               epTypeName(p->combine_type));
+  if (r == ncclSuccess && p->combine_quant) r = blocksCheck(call, "hidden", p->hidden);
   if (r != ncclSuccess) return r;
   c = configOf(g, kind, p->top_k, rowBytes, dtype, 0);
+  c.quantise = p->combine_quant ? EP_QUANTISE_NVFP4 : EP_QUANTISE_NONE;
   r = epPolicyLl(call, &g->topology, g->sms, EP_KERNEL_LL_COMBINE, 1, &c, &grid);
   if (r == ncclSuccess) epWishAdd(out, EP_KERNEL_LL_COMBINE, &c);
   return r;

@@ -112,6 +112,8 @@ static ncclResult_t epPrepareWhole(const struct ncclEpGroup *g, const ncclEpPrep
     return epFail(ncclInvalidArgument, "%s: backward is %d: expected 0 or 1", call, c->backward);
   if (c->window_output != 0 && c->window_output != 1)
     return epFail(ncclInvalidArgument, "%s: window_output is %d: expected 0 or 1", call, c->window_output);
+  r = epCombineRecipe(call, "combine_quant", g, c->combine_quant);
+  if (r != ncclSuccess) return r;
   if (epIsLl(g)) return epLlPrepareWishes(g, c, out);
   kc = epUpdateConfig(g, epLayoutKind(g, c->layout), c->top_k, epTypeBytes(c->index_type));
   r = epPolicyUpdate(&g->topology, g->sms, g->shape.maxTokens, &kc, &grid);

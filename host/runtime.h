@@ -265,6 +265,10 @@ epConfig epMoveConfig(const struct ncclEpGroup *group, uint32_t kind, uint32_t t
 /* Makes it a dispatch that makes the routing record itself. */
 void epMoveFused(epConfig *config, uint32_t indexBytes);
 ncclResult_t epCombineType(const char *call, const char *argument, ncclDataType_t type, uint32_t *dtype);
+/* The group has the recipe of combine; `name` is the argument. Where there is none, there are no scales. */
+ncclResult_t epCombineRecipe(const char *call, const char *name, const struct ncclEpGroup *group,
+                             ncclEpCombQuant_t recipe);
+ncclResult_t epCombineNoScales(const char *call, const ncclEpCombineInputs_t *inputs);
 /* Bytes of a row of `tensor`, checked against 16 and the group's limit; `name` is the call. */
 ncclResult_t epRowBytes(const char *name, const struct ncclEpGroup *group, const char *tensor, uint64_t hidden,
                         ncclDataType_t type, uint32_t *rowBytes);

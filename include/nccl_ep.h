@@ -287,7 +287,7 @@ typedef enum {
 /* Low-precision recipes of combine. */
 typedef enum {
   NCCL_EP_COMB_QUANT_NONE = 0, /* rows travel as they are */
-  NCCL_EP_COMB_QUANT_NVFP4 = 1 /* BF16 expert outputs travel as NVFP4; low latency, experimental. Not supported yet */
+  NCCL_EP_COMB_QUANT_NVFP4 = 1 /* BF16 expert outputs travel as NVFP4; low latency. See ncclEpCombine */
 } ncclEpCombQuant_t;
 
 /* ---- Tensors --------------------------------------------------------------------------------------------------------
@@ -544,7 +544,8 @@ typedef struct {
   ncclEpTensor_t *tokens;       /* required, shaped as dispatch's output: the experts' outputs where it had put
                                    their inputs */
   ncclEpTensor_t *topk_weights; /* backward only: flat [rows, K], expert-major [rows], FP32 */
-  ncclEpTensor_t *scales;       /* (version 2) not supported yet */
+  ncclEpTensor_t *scales;       /* (version 2) FP32, of rows: required by NCCL_EP_COMB_QUANT_NVFP4, forbidden else; see
+                                   ncclEpCombine */
 } ncclEpCombineInputs_t;
 #define NCCL_EP_COMBINE_INPUTS_INIT NCCL_EP_STRUCT_INIT(ncclEpCombineInputs_t, NCCL_EP_MAGIC)
 #define NCCL_EP_COMBINE_INPUTS_SIZE ((unsigned int)sizeof(ncclEpCombineInputs_t))
@@ -758,7 +759,20 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t 
  * In low latency (forward pass) it follows a dispatch on the same routing; inputs are shaped as that dispatch's outputs.
  * 3-D expert-major takes the weights: outputs.topk_weights [T, K], which is required and read, never written.
  * Rank-major leaves it alone, as there the expert side has applied the weights. A slot enters its rank's sum by fused
- * multiply-add with its weight; else sums, their order and their rounding are as above. */
+ * multiply-add with its weight; else sums, their order and their rounding are as above.
+ *
+ * NCCL_EP_COMB_QUANT_NVFP4 (low latency, one scale-up domain): inputs.tokens are BF16, H a multiple of 16, and
+ * inputs.scales FP32 [R, B, 1] or [L, R * B, 1]: of each row that is there 2688 / amax, 0 of a row of zeros. What a rank
+ * returns of a token, the row or in 3-D the weighted sum in FP32, is quantised instead of rounded: E2M1 elements, an E4M3
+ * scale for each 16 and one in FP32 for the row travel, 4.5 bits an element. A rank's own share goes the same way, so that
+ * sums do not depend on where experts are. On any GPU, the same bytes everywhere: to nearest even, every product and
+ * quotient rounded to FP32. A row has r = 1 / scale, the scale taken as 2^117 where it is larger; a sum has the sum of
+ * |weight| * (1 / scale) over its slots in ascending k, at least 2^-117. 16 elements have s = amax * ((1 / r) * (1 / 6)) in
+ * E4M3, at most 448. An element x becomes q = x * ((1 / r) / s) in E2M1, at most 6, or 0 where s is 0, and q enters the
+ * token's sum by fused multiply-add with s * r; the sum is rounded once. With a larger scale than
+ * 2688 / amax what is past 2688 / scale becomes that, with a smaller one small elements lose bits, and with 0 all are zeros.
+ * Nothing is hidden: 16 elements with a NaN or an infinity among them arrive as NaN, and so does a row whose scale is NaN
+ * or negative. */
 ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
                            const ncclEpCombineOutputs_t *outputs, const ncclEpCombineConfig_t *config,
                            cudaStream_t stream);

@@ -427,6 +427,7 @@ typedef struct {
   int borrow_topk_idx; /* 1: also compile the dispatch that makes the routing record itself (ncclEpUpdateHandleExt) */
   int window_output;   /* 1: dispatch's outputs.tokens will be window-backed, see "Windows" in nccl_ep.h */
   unsigned int in_flight; /* staged operations (send_only) to be ready for, at most max_in_flight; 0: none */
+  ncclEpCombQuant_t combine_quant; /* how expert outputs travel (quant_recipe of combine) */
 } ncclEpPrepareConfig_t;
 #define NCCL_EP_PREPARE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpPrepareConfig_t, NCCL_EP_MAGIC)
 /* ncclEpPrepare: compiles and loads every kernel that calls of this shape need, so that no later call compiles.
@@ -434,7 +435,8 @@ typedef struct {
  * Update,
  * forward dispatch and combine, with `backward` those of the backward pass too, with `borrow_topk_idx` the forward dispatch
  * that follows a borrowing update (low latency's serves both), with `window_output` those of dispatch for a window-backed
- * output instead of an ordinary one. Low latency refuses `backward`. With `in_flight` also
+ * output instead of an ordinary one, with `combine_quant` those of combine with that recipe instead of without one. Low
+ * latency refuses `backward`. With `in_flight` also
  * both parts of staged operations, and the memory of as many in flight. Not while
  * capturing. Local, but collective with `in_flight`. */
 ncclResult_t ncclEpPrepare(ncclEpGroup_t group, const ncclEpPrepareConfig_t *config);

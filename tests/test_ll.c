@@ -32,6 +32,7 @@ typedef struct plan {
   uint32_t scaleBytes;      /* of a row's scales, forwarded */
   ncclDataType_t byteType;  /* dispatch's rows are called bytes of this type, 0: BF16 */
   ncclDataType_t scaleType; /* 0: uint8 */
+  int nvfp4;                /* combine's rows travel so; what these tests sum is the same then */
   uint32_t tokens[ROUNDS][EP_TEST_MAX_RANKS];
   int64_t *idx[ROUNDS][EP_TEST_MAX_RANKS];
   epRef *ref[ROUNDS];
@@ -106,7 +107,7 @@ static float weightOf(uint32_t n, uint32_t rank, uint32_t t, uint32_t k) {
 
 /* One batch on one rank. */
 typedef struct batch {
-  epTestTensor idx, x, w, scales, out, outW, outIdx, outScales, y, experts, sources, total;
+  epTestTensor idx, x, w, scales, out, outW, outIdx, outScales, backScales, y, experts, sources, total;
 } batch;
 
 static ncclDataType_t scaleTypeOf(const plan *p) { return p->scaleType ? p->scaleType : ncclUint8; }
@@ -145,6 +146,14 @@ static void batchMake(epTestRank *me, const plan *p, uint32_t n, batch *b) {
     epTensorFill(me, &b->scales, scales);
     free(scales);
   }
+  if (p->nvfp4) {
+    size_t places_ = b->out.sizes[0] * b->out.sizes[1];
+    float *scales = calloc(places_, sizeof *scales);
+    for (size_t i = 0; scales && i < places_; i++) scales[i] = 2688; /* of 1 */
+    places(me, p, &b->backScales, ncclFloat32, 1, "scales of outputs");
+    epTensorFill(me, &b->backScales, scales);
+    free(scales);
+  }
   epTensorMake(me, &b->experts, ncclInt32, 1, p->experts / p->ranks, 1, "expert_counters");
   epTensorMake(me, &b->sources, ncclInt64, 1, p->ranks, 1, "src_rank_counters");
   epTensorMake(me, &b->total, ncclInt32, 1, 1, 1, "recv_total_counter");
@@ -160,8 +169,8 @@ static void batchMake(epTestRank *me, const plan *p, uint32_t n, batch *b) {
 }
 
 static void batchFree(epTestRank *me, batch *b) {
-  epTestTensor *all[] = {&b->idx,    &b->x,         &b->w, &b->scales,  &b->out,     &b->outW,
-                         &b->outIdx, &b->outScales, &b->y, &b->experts, &b->sources, &b->total};
+  epTestTensor *all[] = {&b->idx,       &b->x, &b->w,       &b->scales,  &b->out,   &b->outW,      &b->outIdx,
+                         &b->outScales, &b->y, &b->experts, &b->sources, &b->total, &b->backScales};
   for (size_t i = 0; i < LENGTH(all); i++) {
     epTensorCheckGuards(me, all[i], "a tensor of the batch");
     epTensorFree(me, all[i]);
@@ -203,10 +212,12 @@ static ncclResult_t dispatch(const plan *p, ncclEpHandle_t h, batch *b) {
 static ncclResult_t combine(const plan *p, ncclEpHandle_t h, batch *b) {
   ncclEpCombineInputs_t in = NCCL_EP_COMBINE_INPUTS_INIT;
   ncclEpCombineOutputs_t out = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
+  if (p->nvfp4) config.quant_recipe = NCCL_EP_COMB_QUANT_NVFP4, in.scales = &b->backScales.t;
   in.tokens = &b->out.t;
   out.tokens = &b->y.t;
   if (p->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR || p->borrow) out.topk_weights = &b->w.t; /* rank-major: left alone */
-  return ncclEpCombine(h, &in, &out, NULL, NULL);
+  return ncclEpCombine(h, &in, &out, &config, NULL);
 }
 
 static void checkRows(epTestRank *me, const plan *p, uint32_t n, const batch *b) {
@@ -471,6 +482,270 @@ static void quantised(void **state) {
     }
 }
 
+/* ---- Quantised by combine ------------------------------------------------------------------------------------------- */
+
+/* Experts' outputs: blocks of different magnitudes and of zeros; rows of zeros, of subnormal numbers, of the largest, with a NaN or an
+ * infinity. */
+static uint16_t outputElement(uint32_t rank, uint64_t row, uint32_t h) {
+  uint32_t x = (rank * 977 + (uint32_t)row * 131 + h) * 2654435761u, kind = (uint32_t)row % 8, block = h / 16;
+  uint32_t exponent = 112 + (block * 7 + (uint32_t)row) % 20 - (x >> 20) % 14;
+  if (kind == 5 || block % 7 == 6) return (uint16_t)(x >> 16 & 0x8000);
+  if (kind == 6) exponent = (x >> 20) % 3 == 0;
+  if (kind == 7) exponent = 254 - (x >> 20) % 40;
+  if (kind == 3 && h % 50 == 17) return (uint16_t)((h & 1 ? 0x7f80 : 0x7fc1) | (x >> 16 & 0x8000));
+  return (uint16_t)((x >> 16 & 0x8000) | exponent << 7 | (x >> 9 & 0x7f));
+}
+
+static void outputRow(const plan *p, uint32_t rank, uint64_t row, uint16_t *out) {
+  for (uint32_t h = 0; h < p->hidden; h++) out[h] = outputElement(rank, row, h);
+}
+
+/* What the caller says of such a row: the truth, mostly. */
+static float outputScale(const plan *p, uint64_t row, const uint16_t *values) {
+  static const float wrong[] = {0, NAN, -3, INFINITY, 1e38f, 1e-40f, 4000, 1e-3f};
+  return row % 11 == 9 ? wrong[row / 11 % LENGTH(wrong)] : epRefNvfp4Scale(EP_REF_BF16, values, p->hidden);
+}
+static float outputWeight(uint32_t rank, uint32_t t, uint32_t k) {
+  static const float weights[] = {0.37f, 1, -0.5f, 0, 3.25f, 1e-20f, 0.125f};
+  return weights[(rank * 5 + t * 3 + k) % LENGTH(weights)];
+}
+
+static int isNan16(uint16_t x) { return (x & 0x7fff) > 0x7f80; }
+
+static void checkNvfp4(epTestRank *me, const plan *p, const batch *b) {
+  uint32_t rank = (uint32_t)me->rank, H = p->hidden;
+  const uint16_t *y = b->y.t.data;
+  uint16_t *rows = calloc((size_t)(p->topk + 1) * H, sizeof *rows), *want = rows + (size_t)p->topk * H;
+  float *scratch = calloc(4ull * H, sizeof *scratch);
+  int bad = 0;
+  for (uint32_t t = 0; rows && scratch && t < p->tokens[0][me->rank]; t++) {
+    const void *there[32] = {NULL};
+    float weights[32], scales[32] = {0};
+    epRefCombine sum = {
+        .type = EP_REF_BF16, .hidden = H, .scaleUp = p->ranks, .multipleReductions = 1, .nvfp4 = scales};
+    if (p->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR) sum.weights = weights;
+    for (uint32_t k = 0; k < p->topk; k++) {
+      int64_t slot = p->ref[0]->slot[rank][(size_t)t * p->topk + k];
+      weights[k] = outputWeight(rank, t, k);
+      if (slot < 0) continue;
+      outputRow(p, (uint32_t)epRefOwner(p->ref[0], rank, t, k), (uint64_t)slot, rows + (size_t)k * H);
+      scales[k] = outputScale(p, (uint64_t)slot, rows + (size_t)k * H);
+      there[k] = rows + (size_t)k * H;
+    }
+    epRefCombineToken(p->ref[0], &sum, rank, t, there, scratch, want);
+    for (uint32_t h = 0; h < H; h++)
+      bad += y[(size_t)t * H + h] != want[h] && !(isNan16(want[h]) && isNan16(y[(size_t)t * H + h]));
+  }
+  EXPECT(me, rows && scratch && !bad, "%d wrong values of combine", bad);
+  free(rows), free(scratch);
+}
+
+static ncclResult_t combineNvfp4(const plan *p, ncclEpHandle_t h, batch *b, epTestTensor *scales, int staged) {
+  ncclEpCombineInputs_t in = NCCL_EP_COMBINE_INPUTS_INIT;
+  ncclEpCombineOutputs_t out = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
+  ncclResult_t r;
+  in.tokens = &b->out.t, out.tokens = &b->y.t, in.scales = scales ? &scales->t : NULL;
+  if (p->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR) out.topk_weights = &b->w.t;
+  config.quant_recipe = NCCL_EP_COMB_QUANT_NVFP4, config.send_only = staged;
+  r = ncclEpCombine(h, &in, &out, &config, NULL);
+  return r == ncclSuccess && staged ? ncclEpComplete(h, NULL, NULL) : r;
+}
+
+static void nvfp4Refused(epTestRank *me, plan *p, ncclEpHandle_t h, batch *b, epTestTensor *scales) {
+  ncclEpCombineInputs_t in = NCCL_EP_COMBINE_INPUTS_INIT;
+  ncclEpCombineOutputs_t out = NCCL_EP_COMBINE_OUTPUTS_INIT;
+  ncclEpPrepareConfig_t ahead = NCCL_EP_PREPARE_CONFIG_INIT;
+  EXPECT_ERROR(me, combineNvfp4(p, h, b, NULL, 0), ncclInvalidArgument, "inputs.scales is NULL");
+  scales->t.datatype = ncclBfloat16;
+  EXPECT_ERROR(me, combineNvfp4(p, h, b, scales, 0), ncclInvalidArgument,
+               "inputs.scales is bfloat16: expected float32");
+  scales->t.datatype = ncclFloat32, scales->t.ndim = 2;
+  EXPECT_ERROR(me, combineNvfp4(p, h, b, scales, 0), ncclInvalidArgument, "inputs.scales has 2 dimensions");
+  scales->t.ndim = 3, scales->sizes[2] = 2;
+  EXPECT_ERROR(me, combineNvfp4(p, h, b, scales, 0), ncclInvalidArgument, "inputs.scales.sizes[2] is 2");
+  scales->sizes[2] = 1, b->out.t.datatype = b->y.t.datatype = ncclFloat16;
+  EXPECT_ERROR(me, combineNvfp4(p, h, b, scales, 0), ncclInvalidArgument,
+               "inputs.tokens is float16: expected bfloat16");
+  b->out.t.datatype = b->y.t.datatype = ncclBfloat16, b->out.sizes[2] -= 8, b->y.sizes[1] -= 8;
+  EXPECT_ERROR(me, combineNvfp4(p, h, b, scales, 0), ncclInvalidArgument, "inputs.tokens.sizes[2]|a multiple of 16");
+  b->out.sizes[2] += 8, b->y.sizes[1] += 8;
+  ahead.layout = p->layout, ahead.hidden = p->hidden, ahead.top_k = p->topk, ahead.index_type = ncclInt64;
+  ahead.dispatch_type = ahead.combine_type = ncclBfloat16, ahead.combine_quant = NCCL_EP_COMB_QUANT_NVFP4;
+  EXPECT_OK(me, ncclEpPrepare(me->group, &ahead));
+  ahead.hidden -= 8;
+  EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidArgument, "hidden is |a multiple of 16");
+  ahead.combine_type = ncclFloat16;
+  EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidArgument, "combine_type is float16: expected bfloat16");
+  in.tokens = &b->out.t, out.tokens = &b->y.t, in.scales = &scales->t;
+  EXPECT_ERROR(me, ncclEpCombine(h, &in, &out, NULL, NULL), ncclInvalidArgument,
+               "inputs.scales is given: expected NULL (only NCCL_EP_COMB_QUANT_NVFP4 has scales)");
+}
+
+static void nvfp4Body(epTestRank *me) {
+  plan *p = me->arg;
+  epTestTensor scales;
+  ncclEpHandle_t h = NULL;
+  batch b;
+  uint64_t places_ = p->ref[0]->rank[me->rank].rows;
+  uint16_t *rows = calloc(places_ * p->hidden, sizeof *rows);
+  float *given = calloc(places_, sizeof *given), *w = calloc((size_t)p->maxTokens * p->topk, sizeof *w);
+  groupMake(me, p, 0);
+  if (!me->group || !rows || !given || !w) goto done;
+  handleMake(me, p, &h);
+  batchMake(me, p, 0, &b);
+  places(me, p, &scales, ncclFloat32, 1, "scales");
+  for (uint64_t i = 0; i < places_; i++) {
+    outputRow(p, (uint32_t)me->rank, i, rows + i * p->hidden);
+    given[i] = outputScale(p, i, rows + i * p->hidden);
+  }
+  for (uint32_t i = 0; i < p->tokens[0][me->rank] * p->topk; i++)
+    w[i] = outputWeight((uint32_t)me->rank, i / p->topk, i % p->topk);
+  EXPECT_OK(me, update(p, h, &b));
+  EXPECT_OK(me, dispatch(p, h, &b));
+  sync(me);
+  checkRows(me, p, 0, &b);
+  epTensorFill(me, &b.out, rows), epTensorFill(me, &scales, given), epTensorFill(me, &b.w, w);
+  for (int staged = 0; staged < 2; staged++) {
+    EXPECT_OK(me, combine(p, h, &b)); /* rows of the same places, wider */
+    EXPECT_OK(me, combineNvfp4(p, h, &b, &scales, staged));
+    sync(me);
+    checkNvfp4(me, p, &b);
+  }
+  nvfp4Refused(me, p, h, &b, &scales);
+  epExpectNoAsyncError(me);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  epTensorCheckGuards(me, &scales, "scales");
+  epTensorFree(me, &scales);
+  batchFree(me, &b);
+done:
+  free(rows), free(given), free(w);
+  epGroupFree(me);
+}
+
+static void nvfp4(void **state) {
+  (void)state;
+  if (getenv("EP_TEST_DOMAINS")) skip(); /* one domain's, here and below */
+  static const struct {
+    uint32_t ranks, hidden, tokens[3];
+    int choice;
+  } cases[] = {{3, 16, {6, 0, 3}, SPREAD},  {3, 48, {1, 6, 5}, SPREAD},        {3, 896, {6, 6, 6}, SPREAD},
+               {3, 912, {0, 5, 6}, SPREAD}, {3, 80, {6, 6, 6}, ALL_TO_RANK_0}, {2, 1808, {3, 4}, SPREAD},
+               {1, 64, {6}, SPREAD}};
+  for (size_t l = 0; l < LENGTH(layouts); l++)
+    for (size_t i = 0; i < LENGTH(cases); i++) {
+      plan p = {.ranks = cases[i].ranks,
+                .experts = 12,
+                .topk = 3,
+                .hidden = cases[i].hidden,
+                .maxTokens = 6,
+                .rounds = 1,
+                .layout = layouts[l],
+                .choice = cases[i].choice,
+                .masks = i == 2,
+                .borrow = (int)(i + l) % 2};
+      memcpy(p.tokens[0], cases[i].tokens, sizeof cases[i].tokens);
+      planMake(&p);
+      for (unsigned seed = 0; seed < 3; seed++) {
+        epTestWorld world = {.ranks = (int)p.ranks, .seed = 70 + i + 100 * seed, .arg = &p};
+        epWorldRun(&world, nvfp4Body);
+      }
+      planFree(&p);
+    }
+}
+
+/* What NVFP4 holds arrives as it was, in whatever order operations with and without it come. */
+static void nvfp4Streamed(void **state) {
+  (void)state;
+  if (getenv("EP_TEST_DOMAINS")) skip();
+  for (size_t l = 0; l < LENGTH(layouts); l++) {
+    plan p;
+    small(&p, layouts[l], ROUNDS);
+    p.nvfp4 = 1, p.hidden = 80, p.borrow = (int)l;
+    runWorlds(p.ranks, &p, streamedBody);
+    planFree(&p);
+  }
+}
+
+/* One rank's rows travel otherwise: all are told. */
+static void recipesApartBody(epTestRank *me) {
+  plan *p = me->arg, other = *p;
+  batch b;
+  ncclEpHandle_t h = NULL;
+  ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
+  other.nvfp4 = me->rank != 1;
+  groupMake(me, p, 50000000);
+  if (!me->group) return;
+  handleMake(me, p, &h);
+  batchMake(me, p, 0, &b);
+  EXPECT_OK(me, update(p, h, &b));
+  EXPECT_OK(me, dispatch(p, h, &b));
+  EXPECT_OK(me, combine(&other, h, &b));
+  sync(me);
+  EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
+  EXPECT(me, info.code == 8 && strstr(info.text, "of rows of another width, type, recipe or top-k"), "code %d: %s",
+         info.code, info.text);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  batchFree(me, &b);
+  epGroupFree(me);
+}
+
+static void recipesApart(void **state) {
+  (void)state;
+  if (getenv("EP_TEST_DOMAINS")) skip();
+  for (size_t l = 0; l < LENGTH(layouts); l++) {
+    plan p;
+    small(&p, layouts[l], 1);
+    planFree(&p);
+    p.nvfp4 = 1, p.hidden = 80;
+    for (uint32_t r = 0; r < p.ranks; r++) p.tokens[0][r] = 6;
+    planMake(&p);
+    runWorlds(p.ranks, &p, recipesApartBody);
+    planFree(&p);
+  }
+}
+
+static void nvfp4FarBody(epTestRank *me) {
+  plan *p = me->arg, plain = *p;
+  ncclEpHandle_t h = NULL;
+  batch b;
+  groupMake(me, p, 0);
+  if (!me->group) return;
+  handleMake(me, p, &h);
+  batchMake(me, p, 0, &b);
+  EXPECT_OK(me, update(p, h, &b));
+  EXPECT_OK(me, dispatch(p, h, &b));
+  EXPECT_ERROR(me, combine(p, h, &b), ncclInvalidUsage,
+               "quant_recipe is NCCL_EP_COMB_QUANT_NVFP4: not supported yet across scale-up domains");
+  plain.nvfp4 = 0;
+  EXPECT_OK(me, combine(&plain, h, &b));
+  sync(me);
+  check(me, p, 0, &b, 1);
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  batchFree(me, &b);
+  epGroupFree(me);
+}
+
+static void nvfp4AcrossDomains(void **state) {
+  (void)state;
+  if (getenv("EP_TEST_DOMAINS")) skip(); /* it sets them */
+  setenv("EP_TEST_DOMAINS", "2", 1);
+  plan p = {.ranks = 4,
+            .experts = 16,
+            .topk = 4,
+            .hidden = 80,
+            .maxTokens = 6,
+            .rounds = 1,
+            .nvfp4 = 1,
+            .layout = layouts[0]};
+  for (uint32_t r = 0; r < p.ranks; r++) p.tokens[0][r] = 6;
+  planMake(&p);
+  epTestWorld world = {.ranks = (int)p.ranks, .seed = 8, .arg = &p};
+  epWorldRun(&world, nvfp4FarBody);
+  planFree(&p);
+  unsetenv("EP_TEST_DOMAINS");
+}
+
 /* Sizes and routings that users of comparable libraries ran into: what test_cases.c has for high throughput. */
 static void casesFromTheField(void **state) {
   (void)state;
@@ -724,7 +999,9 @@ static void optionsRefused(epTestRank *me, const plan *p, ncclEpHandle_t h, batc
   EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidUsage, "backward is 1");
   ahead.backward = 0, ahead.scale_bytes = 8;
   EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidArgument, "its 8 bytes of scales|max_token_bytes, 144");
-  ahead.scale_bytes = 0;
+  ahead.scale_bytes = 0, ahead.combine_quant = (ncclEpCombQuant_t)7;
+  EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidArgument, "combine_quant is 7");
+  ahead.combine_quant = NCCL_EP_COMB_QUANT_NONE;
   EXPECT_OK(me, ncclEpPrepare(me->group, &ahead));
   EXPECT_ERROR(me, ncclEpHandleMemSize(me->group, p->layout, NULL, &bytes, 0), ncclInvalidArgument, "num_topk is 0");
   EXPECT(me, bytes == 7, "the output was set on failure");
@@ -1040,6 +1317,7 @@ static void stopRun(stop *s, unsigned seeds) {
   for (unsigned seed = 0; seed < seeds; seed++) {
     s->whole.borrow = s->without.borrow = (int)seed % 2;
     s->leaves = s->ups && s->phase < KILLED && seed % 2;
+    s->whole.nvfp4 = s->without.nvfp4 = !s->ups && seed / 2 % 2;
     epTestWorld world = {
         .ranks = (int)s->whole.ranks, .sms = s->ups && seed % 3 == 1 ? 5 : 0, .seed = 500 + seed, .arg = s};
     assert_int_equal(pthread_barrier_init(&s->meet, NULL, s->whole.ranks), 0);
@@ -1058,6 +1336,7 @@ static void ranksThatStop(void **state) {
       stop s = {.phase = phase};
       small(&s.whole, layouts[l], ROUNDS);
       small(&s.without, layouts[l], ROUNDS);
+      s.whole.hidden = s.without.hidden = 80;
       stopRun(&s, phase == KILLED ? 12 : 4);
     }
 }
@@ -1235,6 +1514,10 @@ int main(int argc, char **argv) {
       cmocka_unit_test(scales),
       cmocka_unit_test(casesFromTheField),
       cmocka_unit_test(quantised),
+      cmocka_unit_test(nvfp4),
+      cmocka_unit_test(nvfp4Streamed),
+      cmocka_unit_test(recipesApart),
+      cmocka_unit_test(nvfp4AcrossDomains),
       cmocka_unit_test(interleaved),
       cmocka_unit_test(topksTakeTurns),
       cmocka_unit_test(moved),

@@ -37,7 +37,7 @@ typedef struct {
 #define SINGLE (1u << 9) /* beside a layout: combine without partial sums */
 #define PROFILED (1u << 10) /* beside a layout: the group is profiled */
 #define MASKS (1u << 11) /* beside a layout */
-#define QUANTISE (1u << 14) /* beside a layout: low-latency dispatch makes the scales */
+#define QUANTISE (1u << 14) /* beside a layout: low-latency dispatch makes the scales, combine returns NVFP4 */
 #define RANKS EP_LAYOUT_KIND_RANK_MAJOR
 #define PLACES EP_LAYOUT_KIND_EXPERT_MAJOR_3D
 static const matrixCase cases[] = {
@@ -79,6 +79,8 @@ static const matrixCase cases[] = {
     {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, RANKS | RECEIVE, 1, 0, 0},
     {EP_KERNEL_LL_DISPATCH, 2, 256, 8, 14336, EP_DTYPE_BYTES, PLACES | MASKS | RECEIVE, 0, 0, 0},
     {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, PLACES | SEND, 0, 0, 0},
+    {EP_KERNEL_LL_COMBINE, 2, 256, 8, 14336, EP_DTYPE_BF16, RANKS | QUANTISE, 0, 0, 0},
+    {EP_KERNEL_LL_COMBINE, 8, 256, 8, 8192, EP_DTYPE_BF16, PLACES | QUANTISE, 0, 0, 0},
 };
 enum { CASES = sizeof(cases) / sizeof(cases[0]) };
 _Static_assert(ARCHS *CASES <= 180, "the matrix is meant to stay small");
@@ -112,7 +114,9 @@ static ncclResult_t compileOne(int arch, const matrixCase *c, matrixResult *out)
   config->mask = (c->layout & MASKS) != 0;
   config->threads = 1024; /* of the mask kernel; the policy sets the others' */
   config->part = c->layout & SEND ? EP_PART_SEND : c->layout & RECEIVE ? EP_PART_RECEIVE : EP_PART_WHOLE;
-  config->quantise = c->layout & QUANTISE ? EP_QUANTISE_POWERS : EP_QUANTISE_NONE;
+  config->quantise = !(c->layout & QUANTISE)              ? EP_QUANTISE_NONE
+                     : c->kernel == EP_KERNEL_LL_DISPATCH ? EP_QUANTISE_POWERS
+                                                          : EP_QUANTISE_NVFP4;
   config->direct = (c->layout & DIRECT) != 0;
   config->single = (c->layout & SINGLE) != 0;
   config->weights = c->weights;
@@ -159,10 +163,11 @@ static int hasName(const epJitCode *code, const char *name) {
   return 0;
 }
 
-/* Bytes that may be spilled: in 3-D low latency, which fills the registers as it is, masks and profiling take a few
- * more. */
+/* Bytes that may be spilled: in 3-D low latency, which fills the registers as it is, masks, profiling and NVFP4 take a
+ * few more. */
 static int mostSpills(const matrixCase *c) {
   if (c->kernel == EP_KERNEL_LL_COMBINE && (c->layout & 255) == PLACES && c->layout & PROFILED) return 32;
+  if (c->kernel == EP_KERNEL_LL_COMBINE && (c->layout & 255) == PLACES && c->layout & QUANTISE) return 64;
   return (c->layout & MASKS) && (c->layout & 255) == PLACES && c->kernel >= EP_KERNEL_LL_UPDATE && c->kernel != EP_KERNEL_MASK ? 256 : 0;
 }
 

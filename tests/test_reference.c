@@ -1,6 +1,7 @@
 /* The reference against small cases worked out by hand: where every row goes, what is counted, and in which order and
  * with which roundings combine sums. Everything else is compared with the reference, so nothing here is computed by it.
  */
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -262,6 +263,41 @@ static void flatRowCountsOnce(void **state) {
   epRefDestroy(ref);
 }
 
+/* Blocks whose scales are 1, 2 and the largest: every tie of E2M1, what is past the largest, zeros, a NaN and a scale that says no. */
+static void nvfp4ByHand(void **state) {
+  (void)state;
+  static const int64_t idx[] = {0};
+  static const float in[64] = {6,     5,    3.5f, 2.5f, 1.75f, 1.25f, 0.75f, 0.25f, -5,   -0.3f, -0.2f, 4,    3,
+                               2,     1.5f, 0.5f, 12,   10,    7,     -5,    3.5f,  2.5f, 1.5f,  0.5f,  -9,   0.6f,
+                               -0.4f, 8,    6,    4,    3,     1,     2e5,   1e3,   224,  0,     -2e5,  3000, -225,
+                               100,   0,    0,    0,    0,     0,     0,     0,     0,    1,     2,     NAN,  4};
+  static const float out[48] = {6,    4,   4,   2,  2,     1,    1,    0, -4, -0.5f, 0, 4, 3, 2, 1.5f, 0.5f,
+                                12,   8,   8,   -4, 4,     2,    2,    0, -8, 1,     0, 8, 6, 4, 3,    1,
+                                2688, 896, 224, 0,  -2688, 2688, -224, 0, 0,  0,     0, 0, 0, 0, 0,    0};
+  epRef *ref = make((epRefRouting){.ranks = 1,
+                                   .experts = 1,
+                                   .topk = 1,
+                                   .layout = EP_REF_RANK_MAJOR,
+                                   .tokens = (uint32_t[]){1},
+                                   .topkIdx = (const int64_t *[]){idx},
+                                   .maxTokens = 1});
+  float y[64], scratch[4 * 64], scale = 1;
+  epRefCombine how = {.type = EP_REF_F32, .hidden = 64, .scaleUp = 1, .multipleReductions = 1, .nvfp4 = &scale};
+  epRefCombineToken(ref, &how, 0, 0, (const void *[]){in}, scratch, y);
+  for (int h = 0; h < 48; h++)
+    if (y[h] != out[h]) fail_msg("element %d: %g became %g instead of %g", h, in[h], y[h], out[h]);
+  for (int h = 48; h < 64; h++) assert_true(isnan(y[h]));
+  scale = 0, how.hidden = 32;
+  epRefCombineToken(ref, &how, 0, 0, (const void *[]){in}, scratch, y);
+  for (int h = 0; h < 32; h++) assert_true(y[h] == 0);
+  scale = -1;
+  epRefCombineToken(ref, &how, 0, 0, (const void *[]){in}, scratch, y);
+  for (int h = 0; h < 32; h++) assert_true(isnan(y[h]));
+  scale = epRefNvfp4Scale(EP_REF_F32, in, 32);
+  assert_true(scale == 224);
+  epRefDestroy(ref);
+}
+
 static void conversionsRoundToNearestEven(void **state) {
   (void)state;
   static const struct {
@@ -302,6 +338,7 @@ int main(void) {
       cmocka_unit_test(ranksEnterByHighestK),
       cmocka_unit_test(nothingSelectedGivesZero),
       cmocka_unit_test(flatRowCountsOnce),
+      cmocka_unit_test(nvfp4ByHand),
       cmocka_unit_test(conversionsRoundToNearestEven),
   };
   return cmocka_run_group_tests_name("reference", tests, NULL, NULL);

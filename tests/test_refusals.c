@@ -22,7 +22,7 @@ typedef struct bench {
   int ll, flat, major3; /* major3: low latency's expert-major */
   ncclEpHandle_t handle;
   epTestTensor topk, x, w, scales, out, outW, outIdx, outScales, y, yW, back, backW, bias, counters, offsets, total,
-      sources;
+      sources, backScales;
   ncclEpDispatchInputs_t in;
   ncclEpDispatchOutputs_t result;
   ncclEpLayoutInfo_t info;
@@ -66,6 +66,12 @@ static ncclResult_t backward(bench *b) {
   how.pass_direction = NCCL_EP_BWD_PASS;
   from.topk_weights = &b->backW.t, sums.topk_weights = &b->yW.t;
   return ncclEpCombine(b->handle, &from, &sums, &how, NULL);
+}
+static ncclResult_t prepareNvfp4(bench *b) {
+  ncclEpPrepareConfig_t config = NCCL_EP_PREPARE_CONFIG_INIT;
+  config.layout = b->layout, config.hidden = HIDDEN, config.top_k = TOPK, config.index_type = ncclInt64;
+  config.dispatch_type = config.combine_type = ncclBfloat16, config.combine_quant = NCCL_EP_COMB_QUANT_NVFP4;
+  return ncclEpPrepare(b->me->group, &config);
 }
 static ncclResult_t create(bench *b) {
   ncclEpHandle_t h = NULL;
@@ -146,6 +152,7 @@ static void wrongTensors(bench *b) {
                         0};
   const site offsets = {U, "layout_info.expert_offsets", update, &b->offsets, &b->info.expert_offsets, 4, 1, 0, 0};
   const site bias = {C, "ext_config.bias[0]", combine, &b->bias, NULL, 16, 1, 0, 0};
+  const site scales = {C, "inputs.scales", combine, &b->backScales, &b->from.scales, 4, 0, 0, 0};
   const site weights3 = {C, "outputs.topk_weights", combine, &b->yW, &b->sums.topk_weights, 4, 0, 0, 0};
   const site back[] = {{"ncclEpCombine", "inputs.topk_weights", backward, &b->backW, NULL, 4, 0, 0, 0},
                        {"ncclEpCombine", "outputs.topk_weights", backward, &b->yW, NULL, 4, 0, 0, 0}};
@@ -158,6 +165,11 @@ static void wrongTensors(bench *b) {
   if (b->info.expert_offsets) wrongTensor(b, &offsets);
   if (!b->ll) wrongTensor(b, &bias);
   if (b->major3) wrongTensor(b, &weights3);
+  if (b->ll) {
+    b->how.quant_recipe = NCCL_EP_COMB_QUANT_NVFP4, b->from.scales = &b->backScales.t;
+    wrongTensor(b, &scales);
+    b->how.quant_recipe = NCCL_EP_COMB_QUANT_NONE, b->from.scales = NULL;
+  }
 }
 
 /* ---- Tensors that must not be there, values ----------------------------------------------------------------------------- */
@@ -178,7 +190,8 @@ static void wrongValues(bench *b) {
   REFUSED(b->config.pass_direction = (ncclEpPassDir_t)7, dispatch, ncclInvalidArgument, D, "pass_direction is 7");
   REFUSED(b->config.round_scales = 1, dispatch, ncclInvalidUsage, D, "round_scales is 1");
   REFUSED(b->how.pass_direction = (ncclEpPassDir_t)7, combine, ncclInvalidArgument, C, "pass_direction is 7");
-  REFUSED(b->how.quant_recipe = (ncclEpCombQuant_t)7, combine, ncclInvalidArgument, C, "quant_recipe 7");
+  REFUSED(b->how.quant_recipe = (ncclEpCombQuant_t)7, combine, ncclInvalidArgument, C, "quant_recipe is 7");
+  REFUSED(b->from.scales = &b->backScales.t, combine, ncclInvalidArgument, C, "inputs.scales is given");
   REFUSED(b->from.topk_weights = &b->backW.t, combine, ncclInvalidArgument, C, "inputs.topk_weights is given");
   REFUSED(b->borrow.borrow_topk_idx = 2, update, ncclInvalidArgument, U, "borrow_topk_idx is 2");
   REFUSED(b->ext.scale_layout = (ncclEpScaleLayout_t)7, dispatch, b->ll ? ncclInvalidUsage : ncclInvalidArgument, D,
@@ -194,6 +207,10 @@ static void wrongValues(bench *b) {
     REFUSED(b->config.pass_direction = NCCL_EP_BWD_PASS, dispatch, ncclInvalidUsage, D, "pass_direction is backward");
     REFUSED(b->how.pass_direction = NCCL_EP_BWD_PASS, combine, ncclInvalidUsage, C, "pass_direction is backward");
   } else {
+    REFUSED(b->how.quant_recipe = NCCL_EP_COMB_QUANT_NVFP4, combine, ncclInvalidUsage, C,
+            "quant_recipe is NCCL_EP_COMB_QUANT_NVFP4: expected NCCL_EP_COMB_QUANT_NONE in high throughput");
+    expect(b->me, "NVFP4 prepared", prepareNvfp4(b), ncclInvalidUsage, "ncclEpPrepare",
+           "combine_quant is NCCL_EP_COMB_QUANT_NVFP4: expected NCCL_EP_COMB_QUANT_NONE in high throughput");
     REFUSED(b->config.pass_direction = NCCL_EP_BWD_PASS, dispatch, ncclInvalidArgument, D,
             "inputs.topk_weights is given");
   }
@@ -272,6 +289,7 @@ static void benchMake(epTestRank *me, bench *b, int ll, ncclEpLayout_t layout) {
   places(b, &b->out, ncclUint8, HIDDEN, "out");
   places(b, &b->outScales, ncclFloat32, SCALES, "out scales");
   places(b, &b->back, ncclBfloat16, HIDDEN, "back");
+  places(b, &b->backScales, ncclFloat32, 1, "back scales");
   places(b, &b->outW, ncclFloat32, TOPK, "out weights");
   places(b, &b->outIdx, ll ? ncclInt32 : ncclInt64, TOPK, "out idx");
   epTensorMake(me, &b->backW, ncclFloat32, 2, ROWS, TOPK, "back weights");
@@ -294,9 +312,9 @@ static void benchMake(epTestRank *me, bench *b, int ll, ncclEpLayout_t layout) {
 }
 
 static void benchFree(bench *b) {
-  epTestTensor *all[] = {&b->topk,   &b->x,         &b->w,       &b->scales, &b->out,    &b->outW,
-                         &b->outIdx, &b->outScales, &b->y,       &b->yW,     &b->back,   &b->backW,
-                         &b->bias,   &b->counters,  &b->offsets, &b->total,  &b->sources};
+  epTestTensor *all[] = {&b->topk,   &b->x,         &b->w,       &b->scales, &b->out,     &b->outW,
+                         &b->outIdx, &b->outScales, &b->y,       &b->yW,     &b->back,    &b->backW,
+                         &b->bias,   &b->counters,  &b->offsets, &b->total,  &b->sources, &b->backScales};
   for (size_t i = 0; i < LENGTH(all); i++) {
     epTensorCheckGuards(b->me, all[i], "a tensor");
     epTensorFree(b->me, all[i]);

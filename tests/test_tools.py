@@ -45,6 +45,10 @@ for layout in 'rank-major', 'expert-major-3d':
     for options in (['--scale-layout', 'column'], ['--no-zero-pad'], ['--align', '16'], ['--backward'], ['--max-recv', '64']):
         refused([options[0], 'low latency', 'expected'], '--check', '--layout', layout, *options)
 
+# NVFP4 is of low latency's BF16.
+refused(['--combine-quant nvfp4', 'low latency'], '--combine-quant', 'nvfp4', '--layout', 'flat')
+refused(['--combine-quant nvfp4', 'expected --dtype bf16 or fp8'], '--combine-quant', 'nvfp4', '--layout', 'rank-major', '--dtype', 'fp16')
+
 # Numbers.
 for option, value, words in (
         ('--tokens', '99999999', ['99999999', 'at most 1048576']), ('--tokens', '4,,', ['4,,']), ('--tokens', '', []),
@@ -154,6 +158,7 @@ ll = [precompile, '--arch', '80', '--ranks', '2', '--experts', '8', '--topk', '2
 if 'NVRTC not found' not in subprocess.run(ll, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout:
     run([0], ['ep_ll_update_kernel', 'ep_ll_dispatch_kernel', 'ep_ll_combine_kernel', 'expert-major-3d',
               '6 kernels: 0 compiled, 6 found'], *ll)
+    run([0], ['6 kernels: 2 compiled, 4 found'], *ll, '--combine-quant', 'nvfp4')
     # Without partial sums the combine is another kernel.
     ht = ll[:-3] + ['expert-major'] + ll[-2:]
     run([0], ['3 kernels: 3 compiled'], *ht)

@@ -63,6 +63,7 @@ int epBenchPrepareTime(epBench *bench, epLayer *layer) {
   config.borrow_topk_idx = c->fused;
   config.window_output = c->windowOut;
   config.in_flight = c->staged != 0;
+  config.combine_quant = c->nvfp4 ? NCCL_EP_COMB_QUANT_NVFP4 : NCCL_EP_COMB_QUANT_NONE;
   if (epPortBarrier(port)) return -1;
   start = now();
   if (ncclEpPrepare(layer->group, &config) != ncclSuccess)

@@ -35,6 +35,7 @@ enum {
   OPT_NUM_QPS,
   OPT_MASKS,
   OPT_BIAS,
+  OPT_COMBINE_QUANT,
   OPT_STAGED,
   OPT_TOKENS,
   OPT_HIDDEN,
@@ -99,7 +100,10 @@ static const struct argp_option optionTable[] = {
      "combine sums nothing on the way: every slot travels (see ncclEpCreateGroupExt)", 0},
     {"masks", OPT_MASKS, 0, 0, "the group can leave out ranks that do not answer (enable_mask)", 0},
     {"bias", OPT_BIAS, "N", 0, "rows that combine's sums start from, 0 to 2 (default: 0)", 0},
-    {"num-qps", OPT_NUM_QPS, "N", 0, "queue pairs that a call's rows go by between scale-up domains (default 0: the group's)", 0},
+    {"combine-quant", OPT_COMBINE_QUANT, "none|nvfp4", 0,
+     "low latency: how combine's bf16 rows travel (default: none, as they are)", 0},
+    {"num-qps", OPT_NUM_QPS, "N", 0,
+     "queue pairs that a call's rows go by between scale-up domains (default 0: the group's)", 0},
     {"tokens", OPT_TOKENS, "LIST", 0,
      "tokens a rank: one value, or one per rank separated by commas; LOW-HIGH draws anew for each routing (default: "
      "4096; "
@@ -243,6 +247,7 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
   static const char *const scales[] = {"none", "fp32", "ue8m0", NULL}, *const scaleLayouts[] = {"row", "column", NULL};
   static const char *const types[] = {"bf16", "fp16", "fp32", "fp8", NULL}, *const integers[] = {"int64", "int32",
                                                                                                  NULL};
+  static const char *const recipes[] = {"none", "nvfp4", NULL};
   epBenchOptions *o = state->input;
   char *end;
   switch (key) {
@@ -285,6 +290,9 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     break;
   case OPT_BIAS:
     o->bias = (int)epOptionNumber(text, 0, 2, "bias", state);
+    break;
+  case OPT_COMBINE_QUANT:
+    o->nvfp4 = (int)choice(text, recipes, "combine-quant", state);
     break;
   case OPT_NUM_QPS:
     o->queuePairs = (int)epOptionNumber(text, 0, INT_MAX, "num-qps", state);
@@ -491,6 +499,11 @@ static int checkFit(const epBenchOptions *o, int ll) {
   if (ll && o->bias) return epToolFail("--bias %d: low latency adds none: %s", o->bias, useHt);
   if (ll && o->queuePairs) return epToolFail("--num-qps %d: low latency takes its group's: %s", o->queuePairs, useHt);
   if (ll && o->noZeroPad) return epToolFail("--no-zero-pad: low latency pads nothing: %s", useHt);
+  if (o->nvfp4 && !ll)
+    return epToolFail("--combine-quant nvfp4: high throughput has no recipe: expected --layout rank-major or "
+                      "expert-major-3d (low latency)");
+  if (o->nvfp4 && o->type != EP_REF_BF16 && o->type != EP_REF_E4M3)
+    return epToolFail("--combine-quant nvfp4: of bf16 rows: expected --dtype bf16 or fp8");
   if (ll && o->align != UINT_MAX) return epToolFail("--align %u: low latency aligns no zones: %s", o->align, useHt);
   return 0;
 }

@@ -19,7 +19,7 @@ typedef struct epBenchOptions {
   int algo, layoutGiven; /* algo: -1 not given, 0 ht, 1 ll */
   epRefType type;        /* of dispatched rows; combine's are bf16 where this is fp8 */
   int scales;            /* epScales; -1: as the type wants */
-  int scaleColumns, noZeroPad, windowOut, single, masks, bias, queuePairs;
+  int scaleColumns, noZeroPad, windowOut, single, masks, bias, queuePairs, nvfp4;
   const char *tokensText, *routingText, *bugText, *jsonPath, *backendText;
   uint32_t ranks;                   /* filled in when the machine is known */
   uint32_t *tokensLow, *tokensHigh; /* [ranks] */

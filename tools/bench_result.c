@@ -146,6 +146,7 @@ void epBenchPrintHeader(const epBenchResult *r) {
   if (o->queuePairs) printf(", %d queue pairs a peer", o->queuePairs);
   if (o->staged) printf(", staged%s", o->staged == 2 ? " (sent on the group's stream)" : "");
   if (o->type == EP_REF_E4M3) printf(", combine bf16");
+  if (o->nvfp4) printf(", combine's rows as nvfp4");
   if (o->route.minusOne > 0) printf(" (%g of the entries -1)", o->route.minusOne);
   printf(", seed %llu, %d routings\n", o->seed, r->routings);
   if (o->compare)
@@ -282,7 +283,7 @@ static json_t *jsonConfig(const epBenchResult *r) {
   const epBenchOptions *o = r->options;
   return json_pack(
       "{s:s, s:s, s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:s, s:s, s:f, s:I, s:i, s:i, s:i, s:i, s:b, s:b, s:I, s:i, s:s, "
-      "s:s, s:i, s:b, s:b, s:b, s:b, s:b, s:b, s:b, s:b, s:i, s:i, s:b}",
+      "s:s, s:i, s:b, s:b, s:b, s:b, s:b, s:b, s:b, s:b, s:i, s:i, s:b, s:s}",
       "backend", r->cuda ? "cuda" : "emu", "layout", epBenchLayoutName(o->layout), "dtype", epRefTypeName(o->type),
       "tokens", o->tokensText, "max_tokens", (int)o->maxTokens, "hidden", (int)o->hidden, "topk", (int)o->topk,
       "experts", (int)o->experts, "align", (int)o->align, "index", o->index32 ? "int32" : "int64", "routing",
@@ -295,8 +296,8 @@ static json_t *jsonConfig(const epBenchResult *r) {
       (json_int_t)r->budget, "routings", r->routings, "scales", scalesName(o), "scale_layout",
       o->scaleColumns ? "column" : "row", "scale_bytes", (int)r->scaleBytes, "zero_pad", !o->noZeroPad, "no_bulk",
       o->fabric.emuNoBulk != 0, "graph", o->graph, "fused", !o->noFused, "host_time", o->hostTime, "window_out",
-      o->windowOut, "single_reduction", o->single, "masks", o->masks, "bias", o->bias, "num_qps",
-      o->queuePairs, "staged", o->staged != 0);
+      o->windowOut, "single_reduction", o->single, "masks", o->masks, "bias", o->bias, "num_qps", o->queuePairs,
+      "staged", o->staged != 0, "combine_quant", o->nvfp4 ? "nvfp4" : "none");
 }
 
 static json_t *jsonGroup(const epBenchResult *r) {

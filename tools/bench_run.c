@@ -34,6 +34,7 @@ static void configureLayer(epBench *bench) {
                        .single = o->single,
                        .masks = o->masks,
                        .bias = (unsigned)o->bias,
+                       .nvfp4 = o->nvfp4,
                        .queuePairs = (unsigned)o->queuePairs,
                        .staged = o->staged,
                        .layout = o->layout,
@@ -119,7 +120,7 @@ static traffic trafficOf(const epBench *bench, int combine) {
   const epLayerConfig *c = &bench->layer;
   traffic sum = {0, 0, 0};
   int slots = combine && c->single && c->layout == EP_REF_EXPERT_MAJOR;
-  double rowBytes = (double)(combine ? epLayerCombineRowBytes(c) : epLayerRowBytes(c) + epLayerScaleBytes(c));
+  double rowBytes = (double)(combine ? epLayerCombineTravels(c) : epLayerRowBytes(c) + epLayerScaleBytes(c));
   for (unsigned i = 0; i < bench->routings; i++) {
     const epRef *ref = bench->ref[i];
     traffic most = {0, 0, 0};

@@ -88,7 +88,7 @@ typedef struct outputRows {
   uint32_t rank;
   uint64_t first; /* row of the first that is made */
   unsigned char *rows;
-  float *weights;
+  float *weights, *scales;
 } outputRows;
 
 /* Padding rows are NaN: combine must not look at them. */
@@ -105,6 +105,7 @@ static void makeOutputs(void *context, unsigned part, uint64_t first, uint64_t e
       memset(m->rows + i * row, EP_FILL_NAN, row);
     else
       epDataRow(c->combineType, m->what->seed, EP_DATA_OUTPUT, m->rank, at, m->rows + i * row, c->hidden);
+    if (c->nvfp4) m->scales[i] = padding ? NAN : epRefNvfp4Scale(c->combineType, m->rows + i * row, c->hidden);
     for (uint32_t k = 0; k < perRow; k++)
       m->weights[i * perRow + k] = padding ? NAN : epDataWeight(m->what->seed, EP_DATA_GRAD_WEIGHT, m->rank, at, k);
   }
@@ -117,16 +118,19 @@ int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what) {
   size_t row = epLayerCombineRowBytes(c);
   unsigned char *rows = malloc(UPLOAD_ROWS * row);
   float *weights = malloc((size_t)UPLOAD_ROWS * perRow * sizeof(*weights) + 1);
+  float *scales = malloc(UPLOAD_ROWS * sizeof(*scales));
   int rc = -1;
-  if (!rows || !weights) {
+  if (!rows || !weights || !scales) {
     epToolFail("out of host memory");
     goto done;
   }
   for (uint64_t first = 0; first < mine->rows; first += UPLOAD_ROWS) {
     size_t count = mine->rows - first < UPLOAD_ROWS ? (size_t)(mine->rows - first) : UPLOAD_ROWS;
-    outputRows make = {c, what, rank, first, rows, weights};
+    outputRows make = {c, what, rank, first, rows, weights, scales};
     epSpread(count, makeOutputs, &make);
     if (epPortCopy(layer->port, layer->expertOut.data + first * row, rows, count * row) ||
+        (c->nvfp4 && epPortCopy(layer->port, layer->expertScales.data + first * sizeof(*scales), scales,
+                                count * sizeof(*scales))) ||
         (c->backward && epPortCopy(layer->port, layer->expertWeights.data + first * perRow * sizeof(*weights), weights,
                                    count * perRow * sizeof(*weights))))
       goto done;
@@ -135,6 +139,7 @@ int epCheckUploadOutputs(epLayer *layer, const epCheckCase *what) {
 done:
   free(rows);
   free(weights);
+  free(scales);
   return rc;
 }
 
@@ -427,14 +432,16 @@ static void compareCombined(void *context, unsigned part, uint64_t first, uint64
   how.bias1 = c->bias > 1 ? bias + row : NULL;
   for (uint32_t t = (uint32_t)first; t < end; t++) {
     const void *rows[32] = {NULL};
-    float weights[32];
+    float weights[32], scales[32];
     how.weights = c->layout == EP_REF_EXPERT_MAJOR_3D ? weights : NULL;
+    how.nvfp4 = c->nvfp4 ? scales : NULL;
     for (uint32_t k = 0; k < c->topk; k++) {
       int64_t slot = what->ref->slot[rank][(size_t)t * c->topk + k];
       weights[k] = epDataWeight(what->seed, EP_DATA_WEIGHT, rank, t, k);
       if (slot < 0) continue;
       epDataRow(c->combineType, what->seed, EP_DATA_OUTPUT, (uint32_t)epRefOwner(what->ref, rank, t, k), (uint64_t)slot,
                 work + k * row, c->hidden);
+      if (c->nvfp4) scales[k] = epRefNvfp4Scale(c->combineType, work + k * row, c->hidden);
       rows[k] = work + k * row;
     }
     for (uint32_t b = 0; b < c->bias; b++)

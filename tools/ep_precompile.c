@@ -51,6 +51,7 @@ enum {
   OPT_CACHE = 256,
   OPT_DISPATCH,
   OPT_COMBINE,
+  OPT_COMBINE_QUANT,
   OPT_LAYOUT,
   OPT_INDEX,
   OPT_BACKWARD,
@@ -69,6 +70,8 @@ static const struct argp_option options[] = {
     {"dispatch-type", OPT_DISPATCH, "TYPE", 0, "of dispatched tokens: bf16, f16, f32, fp8 (default bf16)", 0},
     {"scale-bytes", OPT_SCALES, "N", 0, "of a dispatched token's row of scales (default 0: without scales)", 0},
     {"combine-type", OPT_COMBINE, "TYPE", 0, "of expert outputs: bf16, f16, f32 (default bf16)", 0},
+    {"combine-quant", OPT_COMBINE_QUANT, "RECIPE", 0,
+     "how expert outputs travel in low latency: none, nvfp4 (default none)", 0},
     {"layout", OPT_LAYOUT, "LIST", 0,
      "flat, expert-major, rank-major, expert-major-3d (the last two are low latency's); both: the first two; all "
      "(default "
@@ -94,7 +97,7 @@ typedef struct {
   list archs, ranks, experts, topks, hiddens;
   ncclDataType_t dispatchType, combineType;
   unsigned scaleBytes;
-  int layout[LAYOUTS], index64, index32, backward, borrow, windowOut, staged, single, jobs, quiet;
+  int layout[LAYOUTS], index64, index32, backward, borrow, windowOut, staged, single, nvfp4, jobs, quiet;
   const char *cacheDir;
 } precompile;
 
@@ -180,6 +183,10 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
   case OPT_COMBINE:
     p->combineType = parseType(state, "combine-type", arg, 1);
     return 0;
+  case OPT_COMBINE_QUANT:
+    p->nvfp4 = !strcmp(arg, "nvfp4");
+    if (!p->nvfp4 && strcmp(arg, "none") != 0) argp_error(state, "--combine-quant: '%s': expected none or nvfp4", arg);
+    return 0;
   case OPT_LAYOUT:
     parseLayouts(state, arg, p->layout);
     return 0;
@@ -262,6 +269,7 @@ static int addConfig(const precompile *p, const struct ncclEpGroup *g, const lay
   c.borrow_topk_idx = p->borrow;
   c.window_output = p->windowOut;
   c.in_flight = p->staged != 0;
+  c.combine_quant = p->nvfp4 && layout->ll ? NCCL_EP_COMB_QUANT_NVFP4 : NCCL_EP_COMB_QUANT_NONE;
   if (epPrepareWishes(g, &c, &wishes) != ncclSuccess) return 0;
   for (int i = 0; i < wishes.count; i++) {
     const epConfig *config = &wishes.wish[i].config;

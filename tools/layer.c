@@ -38,6 +38,10 @@ size_t epLayerCombineRowBytes(const epLayerConfig *config) {
   return config->hidden * epRefTypeBytes(config->combineType);
 }
 
+size_t epLayerCombineTravels(const epLayerConfig *config) {
+  return config->nvfp4 ? config->hidden / 2 + config->hidden / 16 + sizeof(float) : epLayerCombineRowBytes(config);
+}
+
 uint32_t epLayerScaleBytes(const epLayerConfig *config) {
   uint32_t groups = (config->hidden + 127) / 128;
   return config->scales == EP_SCALES_FP32 ? 4 * groups : config->scales == EP_SCALES_UE8M0 ? (groups + 3) / 4 * 4 : 0;
@@ -199,6 +203,7 @@ static int createBuffers(epLayer *layer) {
   if (index ? allocate(layer, &layer->outIdx, c->capacity * c->topk * index, "dispatch output topk_idx")
             : allocate(layer, &layer->offsets, locals * counter, "expert_offsets"))
     return -1;
+  if (c->nvfp4 && allocate(layer, &layer->expertScales, c->capacity * sizeof(float), "combine input scales")) return -1;
   for (unsigned b = 0; b < c->bias; b++)
     if (allocate(layer, &layer->bias[b], tokens * combineRow, "bias")) return -1;
   if (c->backward && (allocate(layer, &layer->expertWeights, c->capacity * perRow * 4, "combine input topk_weights") ||
@@ -222,10 +227,11 @@ int epLayerOpen(epPort *port, const epLayerConfig *config, epLayer **out) {
 
 int epLayerClose(epLayer *layer) {
   int rc = 0;
-  epBuffer *single[] = {
-      &layer->inTokens, &layer->inWeights, &layer->outTokens, &layer->outWeights,    &layer->outIdx, &layer->counters,
-      &layer->offsets,  &layer->total,     &layer->expertOut, &layer->expertWeights, &layer->y,      &layer->yWeights,
-      &layer->inScales, &layer->outScales, &layer->sources,   &layer->bias[0],       &layer->bias[1]};
+  epBuffer *single[] = {&layer->inTokens,  &layer->inWeights,     &layer->outTokens, &layer->outWeights,
+                        &layer->outIdx,    &layer->counters,      &layer->offsets,   &layer->total,
+                        &layer->expertOut, &layer->expertWeights, &layer->y,         &layer->yWeights,
+                        &layer->inScales,  &layer->outScales,     &layer->sources,   &layer->bias[0],
+                        &layer->bias[1],   &layer->expertScales};
   for (unsigned p = 0; p < EP_PARTS; p++)
     for (unsigned i = 0; i < EP_LAYER_ROUTINGS; i++) epPortGraphFree(layer->port, layer->graphs[p][i]);
   if (layer->handle) rc |= told(layer, ncclEpHandleDestroy(layer->handle), "ncclEpHandleDestroy");
@@ -376,7 +382,8 @@ static int llDispatch(epLayer *layer) {
 
 static int llCombine(epLayer *layer) {
   const epLayerConfig *c = &layer->config;
-  size_t sizes[3][3], tokens = layer->tokens[layer->current];
+  size_t sizes[4][3], tokens = layer->tokens[layer->current];
+  ncclEpTensor_t scales = placesOf(layer, &layer->expertScales, ncclFloat32, sizes[3], 1);
   ncclEpTensor_t in = placesOf(layer, &layer->expertOut, epLayerType(c->combineType), sizes[0], c->hidden);
   ncclEpTensor_t out = tensorOf(&layer->y, epLayerType(c->combineType), 2, sizes[1], tokens, c->hidden);
   ncclEpTensor_t weights = tensorOf(&layer->inWeights, ncclFloat32, 2, sizes[2], tokens, c->topk);
@@ -387,6 +394,7 @@ static int llCombine(epLayer *layer) {
   inputs.tokens = &in;
   result.tokens = &out;
   result.topk_weights = c->layout == EP_REF_EXPERT_MAJOR_3D ? &weights : NULL;
+  if (c->nvfp4) config.quant_recipe = NCCL_EP_COMB_QUANT_NVFP4, inputs.scales = &scales;
   config.send_only = c->staged != 0;
   if (c->staged == 2) ext.communication_stream = 1, ext.done_event = layer->port->done;
   return complete(layer,

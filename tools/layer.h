@@ -34,6 +34,7 @@ typedef struct epLayerConfig {
   int single;        /* combine sums nothing on the way (single_reduction) */
   unsigned masks;    /* the group has them (enable_mask) */
   unsigned bias;     /* rows that combine's sums start from, 0 to 2 */
+  int nvfp4;         /* low latency: combine's rows travel as NVFP4 */
   unsigned queuePairs; /* num_qps of each call, 0: the group's */
   unsigned routings;   /* index buffers */
   unsigned sms, timeoutMs;
@@ -58,7 +59,7 @@ typedef struct epLayer {
   void *outMemory; /* of outTokens, when it is a window */
   ncclWindow_t outWindow;
   epBuffer counters, offsets, total, sources; /* sources: low latency, rows from each rank */
-  epBuffer expertOut, expertWeights;          /* input of combine */
+  epBuffer expertOut, expertWeights, expertScales; /* input of combine */
   epBuffer y, yWeights, bias[2];
   unsigned current; /* routing of the last update */
   int alone;        /* the next update is not followed by its dispatch, so it borrows nothing */
@@ -75,6 +76,7 @@ ncclDataType_t epLayerType(epRefType type);
 ncclEpLayout_t epLayerLayout(const epLayerConfig *config);
 size_t epLayerRowBytes(const epLayerConfig *config);        /* of dispatch, without scales */
 size_t epLayerCombineRowBytes(const epLayerConfig *config); /* of combine */
+size_t epLayerCombineTravels(const epLayerConfig *config);  /* the same on its way */
 uint32_t epLayerScaleBytes(const epLayerConfig *config);
 size_t epLayerScaleStride(const epLayerConfig *config); /* between columns of dispatch's scales; 0: rows */
 /* Rows that no routing can exceed. repeats: a row may hold an id twice. */

@@ -333,11 +333,16 @@ static void addSlot(const tokenSlots *s, uint32_t k, float *sum) {
     addElements(s->how->type, sum, s->rows[k], s->how->hidden);
 }
 
-/* Sum of the slots of one rank, in ascending k from +0, rounded. */
-static void sumOfRank(const tokenSlots *s, int owner, float *sum) {
-  clearSum(sum, s->how->hidden);
+/* The slots of one rank, in ascending k. */
+static void addSlots(const tokenSlots *s, int owner, float *sum) {
   for (uint32_t k = 0; k < s->ref->in.topk; k++)
     if (ownerOf(s, k) == owner) addSlot(s, k, sum);
+}
+
+/* Their sum from +0, rounded. */
+static void sumOfRank(const tokenSlots *s, int owner, float *sum) {
+  clearSum(sum, s->how->hidden);
+  addSlots(s, owner, sum);
   roundSum(s->how->type, sum, s->how->hidden);
 }
 
@@ -350,6 +355,74 @@ static void sumOfDomain(const tokenSlots *s, int domain, float *partial, float *
       addSum(sum, partial, s->how->hidden);
     }
   roundSum(s->how->type, sum, s->how->hidden);
+}
+
+/* ---- NVFP4 -------------------------------------------------------------------------------------------------------- */
+
+/* Value of code `code` of a type of `mantissa` bits of fraction whose smallest normal number is 2^low. */
+static float smallFloat(unsigned code, unsigned mantissa, int low) {
+  unsigned exponent = code >> mantissa, fraction = code & ((1u << mantissa) - 1);
+  return ldexpf((float)((exponent ? 1u << mantissa : 0) + fraction),
+                (exponent ? (int)exponent - 1 : 0) + low - (int)mantissa);
+}
+
+/* The nearest of the codes up to `most`, by trying them; of two as near the even one. */
+static unsigned nearestCode(float magnitude, unsigned most, unsigned mantissa, int low) {
+  unsigned best = 0;
+  for (unsigned code = 1; code <= most; code++) {
+    double d = fabs((double)smallFloat(code, mantissa, low) - magnitude);
+    double least = fabs((double)smallFloat(best, mantissa, low) - magnitude);
+    if (d < least || (d == least && !(code & 1))) best = code;
+  }
+  return magnitude > smallFloat(most, mantissa, low) ? most : best;
+}
+
+/* The scale of a row whose caller's scale is g. */
+static float rowScale(float g) {
+  if (g == 0) return 0;
+  return g > 0 ? 1 / fminf(g, 0x1p117f) : NAN;
+}
+
+/* The scale of what one rank sends. */
+static float rankScale(const tokenSlots *s, int owner) {
+  float sum = 0;
+  for (uint32_t k = 0; k < s->ref->in.topk; k++) {
+    if (ownerOf(s, k) != owner || repeatsRow(s, k)) continue;
+    sum += (s->how->weights ? fabsf(s->how->weights[k]) : 1) * rowScale(s->how->nvfp4[k]);
+  }
+  return sum > 0 && sum < 0x1p-117f ? 0x1p-117f : sum;
+}
+
+/* One block of 16: what it is when it has travelled, as elements and the factor they are multiplied by. */
+static float quantiseBlock(float *x, float row) {
+  float amax = 0, inverse = row == 0 ? 0 : 1 / row, block, times;
+  for (int i = 0; i < 16; i++) {
+    if (!isfinite(x[i])) row = NAN;
+    amax = fmaxf(amax, fabsf(x[i]));
+  }
+  if (isnan(row)) return NAN;
+  block = inverse * (1 / 6.0f);
+  block = smallFloat(nearestCode(amax * block, 0x7e, 3, -6), 3, -6);
+  times = block == 0 ? 0 : inverse / block;
+  for (int i = 0; i < 16; i++) x[i] = copysignf(smallFloat(nearestCode(fabsf(x[i] * times), 7, 1, 0), 1, 0), x[i]);
+  return block * row;
+}
+
+float epRefNvfp4Scale(epRefType type, const void *row, uint32_t hidden) {
+  float amax = 0;
+  for (uint32_t h = 0; h < hidden; h++) amax = fmaxf(amax, fabsf(epRefLoad(type, row, h)));
+  return amax == 0 ? 0 : 2688 / amax;
+}
+
+/* Adds what a rank sends of a token, quantised. */
+static void addQuantised(const tokenSlots *s, int owner, float *partial, float *sum) {
+  float row = rankScale(s, owner);
+  clearSum(partial, s->how->hidden);
+  addSlots(s, owner, partial);
+  for (uint32_t h = 0; h < s->how->hidden; h += 16) {
+    float factor = quantiseBlock(partial + h, row);
+    for (uint32_t i = h; i < h + 16; i++) sum[i] = fmaf(partial[i], factor, sum[i]);
+  }
 }
 
 size_t epRefScaleOffset(uint32_t scaleBytes, uint64_t columnStride, uint64_t row, uint32_t byte) {
@@ -374,6 +447,8 @@ void epRefCombineToken(const epRef *ref, const epRefCombine *how, uint32_t rank,
         sumOfDomain(&s, domainOf(&s, k), partial, domain);
         addSum(total, domain, how->hidden);
       }
+    } else if (highestOf(&s, k, ownerOf) && how->nvfp4) {
+      addQuantised(&s, ownerOf(&s, k), partial, total);
     } else if (highestOf(&s, k, ownerOf)) {
       sumOfRank(&s, ownerOf(&s, k), partial);
       addSum(total, partial, how->hidden);

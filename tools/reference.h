@@ -68,16 +68,20 @@ size_t epRefScaleOffset(uint32_t scaleBytes, uint64_t columnStride, uint64_t row
 
 /* Combine of one token of `rank`. rows[k] is the expert output at ref->slot[rank][token * topk + k] of the owner, NULL
  * where that is -1. scaleUp: ranks of a domain, ref->in.ranks for plain. out: [hidden] elements of `type`. `scratch`
- * holds 4 * hidden floats. */
+ * holds 4 * hidden floats. nvfp4 (one domain, low latency): a rank's sum is quantised instead of rounded. */
 typedef struct epRefCombine {
   epRefType type;
   uint32_t hidden, scaleUp;
   int multipleReductions;
   const void *bias0, *bias1; /* the token's rows, or NULL */
   const float *weights;      /* [topk], applied to the slots by fused multiply-add; NULL: 1 */
+  const float *nvfp4;        /* [topk], the callers' scales of rows; NULL: not quantised */
 } epRefCombine;
 void epRefCombineToken(const epRef *ref, const epRefCombine *how, uint32_t rank, uint32_t token,
                        const void *const *rows, float *scratch, void *out);
+
+/* What a caller gives as a row's scale for NVFP4: 2688 / amax, 0 for a row of zeros. */
+float epRefNvfp4Scale(epRefType type, const void *row, uint32_t hidden);
 
 size_t epRefTypeBytes(epRefType type);
 const char *epRefTypeName(epRefType type);

@@ -357,6 +357,7 @@ static void combine(fuzzRank *me, unsigned slot, unsigned group) {
   const fuzzGroup *g = &me->groups[h->group];
   const unsigned how = fuzzByte(in);
   const int em = h->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR, backward = !g->lowLatency && how / 4 % 4 == 0;
+  const int nvfp4 = g->lowLatency && how % 3 == 0 && how & 32;
   ncclEpCombineInputs_t i = NCCL_EP_COMBINE_INPUTS_INIT;
   ncclEpCombineOutputs_t o = NCCL_EP_COMBINE_OUTPUTS_INIT;
   ncclEpCombineConfig_t c = NCCL_EP_COMBINE_CONFIG_INIT;
@@ -369,12 +370,12 @@ static void combine(fuzzRank *me, unsigned slot, unsigned group) {
   if (backward ^ fuzzWrong(in)) i.topk_weights = rows(me, g, h, ncclFloat32, 0x3c, em ? 0 : h->topk);
   if ((backward || (g->lowLatency && em)) ^ fuzzWrong(in))
     o.topk_weights = tensor(me, ncclFloat32, g->lowLatency ? 0x3c : -1, 2, h->tokens, h->topk, 0);
-  if (fuzzWrong(in)) i.scales = tensor(me, ncclFloat32, 0, 2, h->tokens, 1, 0);
+  if (nvfp4 ^ fuzzWrong(in)) i.scales = rows(me, g, h, ncclFloat32, 0x3c, 1);
   for (unsigned b = 0; !g->lowLatency && b < how / 16 % 4 && b < 2; b++)
     ext.bias[b] = tensor(me, type, 0x3c, 2, h->tokens, hidden, 0);
   c.send_only = fuzzValue(in, 0);
   c.pass_direction = (ncclEpPassDir_t)SCALAR(in, backward);
-  c.quant_recipe = (ncclEpCombQuant_t)SCALAR(in, 0);
+  c.quant_recipe = (ncclEpCombQuant_t)SCALAR(in, nvfp4);
   ext.num_sms = fuzzValue(in, 0);
   const ncclEpCombineInputs_t *inputs = fuzzStruct(me, &i, sizeof i);
   const ncclEpCombineOutputs_t *outputs = fuzzStruct(me, &o, sizeof o);
@@ -438,6 +439,7 @@ static void prepare(fuzzRank *me, unsigned slot) {
   c.backward = SCALAR(in, !g->lowLatency && how & 4 ? 1 : 0), c.scale_bytes = fuzzValue(in, 0),
   c.num_bias = fuzzValue(in, 0);
   c.borrow_topk_idx = SCALAR(in, how / 8 % 2), c.window_output = SCALAR(in, how / 16 % 2);
+  c.combine_quant = (ncclEpCombQuant_t)SCALAR(in, g->lowLatency && how & 32 ? 1 : 0);
   const ncclEpPrepareConfig_t *given = fuzzStruct(me, &c, sizeof c);
   fuzzResult(me, "ncclEpPrepare", ncclEpPrepare(groupOf(me, slot), given));
 }
