@@ -413,30 +413,42 @@ static void stagedBody(epTestRank *me) {
   epGroupFree(me);
 }
 
+static void stagedRanks(const char *domains, int ups, ncclEpLayout_t layout, int lowLatency, int sent, unsigned seed) {
+  int ranks = ups * (int)strtol(domains, NULL, 10);
+  staged p = {.sent = sent};
+  epTestWorld world = {.ranks = ranks, .sms = seed == 1 ? 3 : 0, .seed = 900 + seed, .arg = &p};
+  assert_int_equal(setenv("EP_TEST_DOMAINS", domains, 1), 0);
+  p.with = (setting){
+      .layout = layout, .lowLatency = lowLatency, .masks = 1, .timeoutNs = TIMEOUT_NS, .seed = 40 + (uint64_t)seed};
+  p.without = p.with;
+  p.without.gone = GONE + 1, p.without.ups = ups;
+  assert_int_equal(pthread_barrier_init(&p.meet, NULL, (unsigned)ranks), 0);
+  epWorldRun(&world, stagedBody);
+  pthread_barrier_destroy(&p.meet);
+}
+
+/* EP_TEST_SCHEDULES: how many of low latency's, for longer runs. */
 static void aRankThatStopsAmongStagedOperations(void **state) {
+  static const ncclEpLayout_t lowLatency[] = {NCCL_EP_LAYOUT_RANK_MAJOR, NCCL_EP_LAYOUT_EXPERT_MAJOR};
+  const char *wanted = getenv("EP_TEST_SCHEDULES");
+  unsigned schedules = wanted ? (unsigned)strtoul(wanted, NULL, 10) : 1;
   (void)state;
-  assert_int_equal(setenv("EP_TEST_DOMAINS", "2", 1), 0);
-  static const ncclEpLayout_t all[] = {NCCL_EP_LAYOUT_FLAT, NCCL_EP_LAYOUT_EXPERT_MAJOR, NCCL_EP_LAYOUT_RANK_MAJOR,
-                                       NCCL_EP_LAYOUT_EXPERT_MAJOR};
-  for (int i = 0; i < 8; i++) {
-    staged p = {.sent = i % 2};
-    epTestWorld world = {.ranks = 4, .sms = i == 1 ? 3 : 0, .seed = 900 + (unsigned)i, .arg = &p};
-    p.with = (setting){
-        .layout = all[i / 2], .lowLatency = i >= 4, .masks = 1, .timeoutNs = TIMEOUT_NS, .seed = 40 + (unsigned)i};
-    p.without = p.with;
-    p.without.gone = GONE + 1, p.without.ups = 2;
-    assert_int_equal(pthread_barrier_init(&p.meet, NULL, 4), 0);
-    epWorldRun(&world, stagedBody);
-    pthread_barrier_destroy(&p.meet);
+  for (unsigned i = 0; i < 4; i++) stagedRanks("2", 2, layouts[i / 2], 0, (int)i % 2, i);
+  for (unsigned i = 0; i < 4 * schedules; i++) {
+    stagedRanks("2", 2, lowLatency[i / 2 % 2], 1, (int)i % 2, i);
+    if (i % 4 == 1 || wanted) stagedRanks("3", 2, lowLatency[i / 2 % 2], 1, (int)i % 2, i);
+    if (i % 4 == 2 || wanted) stagedRanks("2", 4, lowLatency[i / 2 % 2], 1, (int)i % 2, i);
   }
 }
 
-int main(void) {
+/* Those whose names match the argument, or all. */
+int main(int argc, char **argv) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(aRankThatIsLostIsReported),  cmocka_unit_test(aRankThatStopsIsLeftOut),
       cmocka_unit_test(aRankMaskedByHandIsLeftOut), cmocka_unit_test(aRankThatStopsAmongStagedOperations),
       cmocka_unit_test(twoRanksThatStopTogether),   cmocka_unit_test(aRankThatIsKilledIsLeftOut),
   };
   if (setenv("EP_TEST_DOMAINS", "2", 1)) return 1;
+  if (argc > 1) cmocka_set_test_filter(argv[1]);
   return cmocka_run_group_tests_name("masks of domains", tests, NULL, NULL);
 }

@@ -49,7 +49,7 @@ static void createGroup(fuzzRank *me, unsigned slot) {
         c.max_dispatch_tokens_per_rank * (how / 3 % 3 == 1 ? 1 : (unsigned)me->ranks * c.num_topk);
   c.max_num_sms = how / 9 % 4;
   if (c.algorithm == NCCL_EP_ALGO_HIGH_THROUGHPUT && me->plain) c.zero_copy = (ncclEpZeroCopyMode_t)(how / 36 % 3);
-  c.enable_mask = me->plain && c.zero_copy != NCCL_EP_ZERO_COPY_ON && how % 5 == 0;
+  c.enable_mask = c.zero_copy != NCCL_EP_ZERO_COPY_ON && how % 5 == 0;
   if (in->wild) {
     c.version = fuzzValue(in, c.version);
     c.algorithm = (ncclEpAlgorithm_t)fuzzValue(in, c.algorithm);
