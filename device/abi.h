@@ -26,9 +26,9 @@ EP_HD int epKernelIsHybrid(int id) { return id >= EP_KERNEL_HYBRID_UPDATE && id 
 
 enum {
   EP_QUANTISE_NONE = 0,
-  EP_QUANTISE_E4M3, /* dispatch's */
+  EP_QUANTISE_E4M3,   /* dispatch's */
   EP_QUANTISE_POWERS, /* the same with scales that are powers of two */
-  EP_QUANTISE_NVFP4 /* combine's */
+  EP_QUANTISE_NVFP4   /* combine's */
 };
 
 enum { EP_DTYPE_BYTES = 0, EP_DTYPE_BF16, EP_DTYPE_F16, EP_DTYPE_F32 };
@@ -62,7 +62,7 @@ enum { EP_PART_WHOLE = 0, EP_PART_SEND, EP_PART_RECEIVE };
   X(part)    /* EP_PART_*: dispatch and combine */                                                                          \
   X(bulk)    /* the target has bulk copies (SM90 and up) */                                                                 \
   X(scaleUp) /* ranks of a scale-up domain; hybrid kernels only, else 0 */                                                  \
-  X(profile) /* kernels write what profile_layout.h says */                                                                  \
+  X(profile) /* kernels write what profile_layout.h says */                                                                 \
   X(mask)    /* ranks that do not answer are left out (mask.h) */                                                           \
   X(bug)     /* emulator's planted faults (device/bugs.h); 0 on GPUs */
 
@@ -93,13 +93,13 @@ enum {
   EP_PHASE_DISPATCH_ROWS,   /* waiting for a source's rows */
   EP_PHASE_COMBINE_CREDIT,
   EP_PHASE_COMBINE_ROWS,
-  EP_PHASE_NETWORK, /* waiting for the network to have read what was put */
+  EP_PHASE_NETWORK,   /* waiting for the network to have read what was put */
   EP_PHASE_MASK_CLEAN /* waiting for a rank to meet */
 };
 
 /* Host-visible (mapped) memory, one a group. The kernel fills the fields, then sets `code` last (release). */
 typedef struct epErrorRecord {
-  uint32_t code; /* EP_ERR_* ; first error wins */
+  uint32_t code;      /* EP_ERR_* ; first error wins */
   uint32_t operation; /* of EP_ERR_APART: its generation */
   uint32_t phase, peer, block;
   uint32_t expected, seen;

@@ -502,8 +502,8 @@ template <class C> DEV bool ep_reduce_enters(const C c, const epReduceRow &r, ui
 
 /* With masks: has the row come from the lane's owner, or will it not? False: not yet; the wait was stopped. */
 template <class C>
-DEV bool ep_reduce_settled(const C c, const epCombineArgs &a, const uint32_t *flag, uint32_t owner, uint32_t gen, bool wait,
-                           bool *missing) {
+DEV bool ep_reduce_settled(const C c, const epCombineArgs &a, const uint32_t *flag, uint32_t owner, uint32_t gen,
+                           bool wait, bool *missing) {
   if (!wait) {
     *missing = ep_masked(c, a.group, owner);
     return *missing || ep_reached(p::ld_acquire_sys(flag), gen);
@@ -524,7 +524,7 @@ DEV bool ep_reduce_come(const C c, const epCombineArgs &a, const epPipe &q, epRe
       ok = ep_reduce_settled(c, a, flag, owner, gen, wait, &r.missing);
     else
       ok = wait ? ep_wait_flag(a.group, flag, gen, EP_PHASE_COMBINE_ROWS, owner)
-              : ep_reached(p::ld_acquire_sys(flag), gen);
+                : ep_reached(p::ld_acquire_sys(flag), gen);
   }
   ok = p::ballot(p::FULL, !ok) == 0;
   p::sync_warp();
@@ -618,7 +618,8 @@ template <class C> DEV void ep_combine_reduce(const C c, const epCombineArgs &a,
 
 template <class C> DEV void ep_combine(const C c, const epCombineArgs &a) {
   ep_operation<true>(
-      c, a, EP_KERNEL_COMBINE, [](uint32_t) { return true; }, [&](epPipe &q, uint32_t gen) { return ep_combine_senders(c, a, q, gen); },
+      c, a, EP_KERNEL_COMBINE, [](uint32_t) { return true; },
+      [&](epPipe &q, uint32_t gen) { return ep_combine_senders(c, a, q, gen); },
       [&](epPipe &q, uint32_t gen) { ep_combine_reduce(c, a, q, gen); });
 }
 

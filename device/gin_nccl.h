@@ -18,11 +18,12 @@
 /* What the host has built its request from. NVRTC has no offsetof without a C library; __INTADDR__ is what its front end makes
  * offsetof from. */
 #define EP_AT(type, field) __INTADDR__(&((type *)0)->field)
-#define EP_SAME(theirs, theirField, mine, field)                                                                    \
+#define EP_SAME(theirs, theirField, mine, field)                                                                      \
   static_assert(EP_AT(theirs, theirField) == EP_AT(mine, field) && sizeof(theirs::theirField) == sizeof(mine::field), \
                 #theirs "::" #theirField " is not where the host has it")
 static_assert(EP_NCCL_KNOWN(NCCL_VERSION_CODE), "NCCL headers of an unknown version");
-static_assert(sizeof(ncclDevComm) == EP_NCCL_COMM_BYTES(NCCL_VERSION_CODE), "ncclDevComm has another size than the host's");
+static_assert(sizeof(ncclDevComm) == EP_NCCL_COMM_BYTES(NCCL_VERSION_CODE),
+              "ncclDevComm has another size than the host's");
 static_assert(sizeof(ncclDevCommRequirements) == EP_NCCL_REQUEST_BYTES(NCCL_VERSION_CODE),
               "ncclDevCommRequirements has another size than the host's");
 #if NCCL_VERSION_CODE >= 23000
@@ -42,7 +43,8 @@ static_assert(sizeof(ncclCommProperties) == EP_NCCL_PROPERTIES_BYTES(NCCL_VERSIO
               "ncclCommProperties has another size than the host's");
 static_assert(EP_AT(ncclDevComm, abortFlag) == EP_NCCL_ABORT_FLAG(NCCL_VERSION_CODE),
               "ncclDevComm::abortFlag is not where the host has it");
-static_assert(NCCL_GIN_CONNECTION_FULL == EP_NCCL_CONNECTION_FULL && NCCL_GIN_CONNECTION_RAIL == EP_NCCL_CONNECTION_RAIL,
+static_assert(NCCL_GIN_CONNECTION_FULL == EP_NCCL_CONNECTION_FULL &&
+                  NCCL_GIN_CONNECTION_RAIL == EP_NCCL_CONNECTION_RAIL,
               "ncclGinConnectionType_t");
 static_assert(NCCL_API_MAGIC == EP_NCCL_MAGIC, "NCCL_API_MAGIC");
 #else
@@ -79,7 +81,8 @@ EP_OUTLINE void gin_put(epGin g, uint32_t context, uint32_t domain, uint64_t to,
   net.put(ncclTeamRail(gin_comm(g)), (int)domain, (ncclWindow_t)g.window, to, (ncclWindow_t)g.window, from, bytes);
 }
 template <class Add>
-EP_OUTLINE void gin_put_add(epGin g, uint32_t context, uint32_t domain, uint64_t to, uint64_t from, uint32_t bytes, Add add) {
+EP_OUTLINE void gin_put_add(epGin g, uint32_t context, uint32_t domain, uint64_t to, uint64_t from, uint32_t bytes,
+                            Add add) {
   ncclGin net(gin_comm(g), (int)context);
   net.put(ncclTeamRail(gin_comm(g)), (int)domain, (ncclWindow_t)g.window, to, (ncclWindow_t)g.window, from, bytes, add);
 }
@@ -87,8 +90,8 @@ DEV void gin_put_signal(const epGin &g, uint32_t context, uint32_t domain, uint6
                         uint32_t signal, uint64_t add) {
   gin_put_add(g, context, domain, to, from, bytes, EP_GIN_STRONG{signal, add});
 }
-DEV void gin_put_signal_weak(const epGin &g, uint32_t context, uint32_t domain, uint64_t to, uint64_t from, uint32_t bytes,
-                             uint32_t signal, uint64_t add) {
+DEV void gin_put_signal_weak(const epGin &g, uint32_t context, uint32_t domain, uint64_t to, uint64_t from,
+                             uint32_t bytes, uint32_t signal, uint64_t add) {
   gin_put_add(g, context, domain, to, from, bytes, EP_GIN_WEAK{signal, add});
 }
 template <class Add> EP_OUTLINE void gin_add(epGin g, uint32_t context, uint32_t domain, Add add) {
@@ -114,8 +117,7 @@ EP_OUTLINE void gin_flush_lane(epGin g, uint32_t context) {
 template <class F> DEV bool gin_flush(const epGin &g, uint32_t context, F giveUp) {
   __shared__ volatile uint32_t flushed[32];
   bool ok = true;
-  if (lane() == 0)
-    flushed[warp()] = 0;
+  if (lane() == 0) flushed[warp()] = 0;
   sync_warp();
   if (lane() == 0) {
     gin_flush_lane(g, context);
@@ -123,8 +125,7 @@ template <class F> DEV bool gin_flush(const epGin &g, uint32_t context, F giveUp
   }
 #if NCCL_VERSION_CODE >= 23000
   else if (lane() == 1) {
-    for (uint32_t round = 0; ok && !flushed[warp()]; round++)
-      ok = !giveUp(round);
+    for (uint32_t round = 0; ok && !flushed[warp()]; round++) ok = !giveUp(round);
   }
 #endif
   sync_warp();

@@ -39,8 +39,8 @@
 
 #include "abi.h"
 
-#define EP_TAIL_BITS 21u      /* batches of a channel fit: at most EP_MAX_ENTRIES tokens */
-#define EP_TAIL_ROLL 53u      /* bits in which tails are compared: those of a generation and EP_TAIL_BITS */
+#define EP_TAIL_BITS 21u /* batches of a channel fit: at most EP_MAX_ENTRIES tokens */
+#define EP_TAIL_ROLL 53u /* bits in which tails are compared: those of a generation and EP_TAIL_BITS */
 #define EP_GENERATION_ROLL 32u
 
 /* `version` of a record's header: a record of another division into domains must not be taken for this group's. */
@@ -56,8 +56,8 @@ typedef struct epGin {
 
 typedef struct epHybridLayout {
   uint64_t outCounts, outReplies, outMeta, railCounts, railReplies, railMeta, railTails, sumFlags, rail, send;
-  uint64_t state;     /* of epHybridState, in the group's scratch */
-  uint64_t ways;      /* there too: each slot's counts of operations by fewer contexts (epWaysBytes) */
+  uint64_t state; /* of epHybridState, in the group's scratch */
+  uint64_t ways;  /* there too: each slot's counts of operations by fewer contexts (epWaysBytes) */
   uint32_t channels;
   uint32_t contexts, groupContexts; /* of a launch; of the group */
   uint32_t putRows;                 /* rows of a batch where a chunk has no more: a power of two */
@@ -174,6 +174,8 @@ EP_HD uint32_t epHybridMoveSmem(const epConfig *c) {
   return epLeftOffset(c) + (c->mask ? 4 * (c->ranks / c->scaleUp + c->scaleUp) : 0);
 }
 /* Blocks whose warps each serve a channel. */
-EP_HD uint32_t epChannelBlocks(uint32_t channels, uint32_t threads) { return (channels + threads / 32 - 1) / (threads / 32); }
+EP_HD uint32_t epChannelBlocks(uint32_t channels, uint32_t threads) {
+  return (channels + threads / 32 - 1) / (threads / 32);
+}
 
 #endif

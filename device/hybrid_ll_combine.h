@@ -26,9 +26,9 @@ DEV void ep_ll_weights_far(const epLlRail &net, const C c, const epLlCombineArgs
   p::sync_threads();
 #pragma unroll 1
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
-    if (o == w.domain || ep_ll_rail_left_out(c, w, o))
-      continue;
-    ep_ll_put_message(c, a.group, net.h, w, o, op.gen, {ep_ll_rail_weights(a.group, net.h, w, op.gen, w.domain), out, 4 * n});
+    if (o == w.domain || ep_ll_rail_left_out(c, w, o)) continue;
+    ep_ll_put_message(c, a.group, net.h, w, o, op.gen,
+                      {ep_ll_rail_weights(a.group, net.h, w, op.gen, w.domain), out, 4 * n});
   }
   auto store = [&](uint32_t o, uint32_t k, uint32_t step) {
     const uint32_t *told = (const uint32_t *)(ep_ll_window(w.rank) + ep_ll_rail_weights(a.group, net.h, w, op.gen, o));
@@ -59,52 +59,56 @@ struct epLlForward {
   uint32_t o;
 };
 DEV uint32_t ep_ll_writer(const epLlForward &net, uint32_t owner) { return net.o * net.w.ups + owner % net.w.ups; }
-template <class C> DEV bool ep_ll_unwanted(const epLlForward &net, const C c, const epGroupArgs &g) { return ep_rail_masked(c, g, net.o); }
+template <class C> DEV bool ep_ll_unwanted(const epLlForward &net, const C c, const epGroupArgs &g) {
+  return ep_rail_masked(c, g, net.o);
+}
 template <class C>
-DEV bool ep_ll_reduced(const epLlForward &net, const C, const epLlCombineArgs &a, const epLlOp &, uint32_t t, uint32_t strip, uint32_t bytes,
-                       const epLlToken &, const uint4 *out) {
-  ep_ll_store(ep_ll_window(net.w.rank) + ep_ll_send_row(a.group, net.h, epRegionOf(net.w.domain, net.o), t) + ep_ll_rail_head(a.group) +
-                  strip * EP_STRIP_DATA,
+DEV bool ep_ll_reduced(const epLlForward &net, const C, const epLlCombineArgs &a, const epLlOp &, uint32_t t,
+                       uint32_t strip, uint32_t bytes, const epLlToken &, const uint4 *out) {
+  ep_ll_store(ep_ll_window(net.w.rank) + ep_ll_send_row(a.group, net.h, epRegionOf(net.w.domain, net.o), t) +
+                  ep_ll_rail_head(a.group) + strip * EP_STRIP_DATA,
               bytes, out);
   return true;
 }
 
 /* Whole block: chunk i of the rail's rank in domain o. False: gave up. */
 template <class C>
-DEV bool ep_ll_forward_chunk(const C c, const epHybridLlCombineArgs &b, const epPlace &w, const epLlOp &op, uint32_t o, uint32_t i, uint32_t tokens) {
+DEV bool ep_ll_forward_chunk(const C c, const epHybridLlCombineArgs &b, const epPlace &w, const epLlOp &op, uint32_t o,
+                             uint32_t i, uint32_t tokens) {
   const epLlCombineArgs &a = b.plain;
   epLlForward net = {b.hybrid, w, o};
-  uint32_t t0 = i * epLlChunkTokens(c.topk), n = epLlChunkTokens(c.topk), strips = epLlStrips(c.rowBytes), l = p::lane(), some = 0;
+  uint32_t t0 = i * epLlChunkTokens(c.topk), n = epLlChunkTokens(c.topk), strips = epLlStrips(c.rowBytes),
+           l = p::lane(), some = 0;
   const int32_t *forward = (const int32_t *)(a.record + ep_ll_rail_record(c, a.group, a.recordLayout).forward);
   n = t0 + n < tokens ? n : tokens - t0;
   auto decided = [&](uint32_t x) { /* the lane's */
-    return l < c.topk ? p::ldg<int32_t>(forward + ((uint64_t)o * a.group.maxTokens + t0 + x) * c.topk + l) : -1;
+                                   return l < c.topk
+                                              ? p::ldg<int32_t>(forward +
+                                                                ((uint64_t)o * a.group.maxTokens + t0 + x) * c.topk + l)
+                                              : -1;
   };
 #pragma unroll 1
-  for (uint32_t x = 0; x < n; x++)
-    some |= (uint32_t)(p::ballot(p::FULL, decided(x) >= 0) != 0) << x;
+  for (uint32_t x = 0; x < n; x++) some |= (uint32_t)(p::ballot(p::FULL, decided(x) >= 0) != 0) << x;
   auto sums = [&]() {
     bool ok = true;
 #pragma unroll 1
     for (uint32_t item = p::warp(); item < n * strips && ok; item += c.threads / 32) {
       uint32_t x = item / strips;
       epLlToken token = {decided(x), 0};
-      if (some >> x & 1)
-        ok = ep_ll_reduce<1>(net, c, a, op, t0 + x, item % strips, token);
+      if (some >> x & 1) ok = ep_ll_reduce<1>(net, c, a, op, t0 + x, item % strips, token);
     }
     return ep_block_agrees(ok);
   };
   while (!sums()) { /* with masks again, without who was lost, so that all strips are alike */
-    if (!c.mask || !ep_block_agrees(!ep_stopped(c, a.group)))
-      return false;
-    if (!ep_block_agrees(!ep_rail_masked(c, a.group, o)))
-      return true;
+    if (!c.mask || !ep_block_agrees(!ep_stopped(c, a.group))) return false;
+    if (!ep_block_agrees(!ep_rail_masked(c, a.group, o))) return true;
     (void)ep_ll_leaves_lost(c, a.group, op.gen);
     p::sync_threads();
   }
   if (p::tid() == 0)
-    ep_ll_put_chunk(c, a.group, b.hybrid, w, o, i, op.gen, some, ep_ll_send_row(a.group, b.hybrid, epRegionOf(w.domain, o), t0),
-                    ep_ll_rail_head(a.group), c.rowBytes);
+    ep_ll_put_chunk(c, a.group, b.hybrid, w, o, i, op.gen, some,
+                    ep_ll_send_row(a.group, b.hybrid, epRegionOf(w.domain, o), t0), ep_ll_rail_head(a.group),
+                    c.rowBytes);
   return true;
 }
 
@@ -116,8 +120,7 @@ template <class C> DEV void ep_ll_forward(const C c, const epHybridLlCombineArgs
   bool ok = true;
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
-  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
-    return ep_ll_end(c, a.group, op, a.blocks);
+  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a))) return ep_ll_end(c, a.group, op, a.blocks);
   auto tokensOf = [&](uint32_t o) { return ep_ll_rail_left_out(c, w, o) ? 0 : p::ldg<uint32_t>(fwdTokens + o); };
 #pragma unroll 1
   for (uint32_t o = 0; o < w.domains; o++) {
@@ -129,12 +132,10 @@ template <class C> DEV void ep_ll_forward(const C c, const epHybridLlCombineArgs
 #pragma unroll 1
     for (uint32_t q = 1; q < w.domains && ok; q++) {
       uint32_t o = (w.domain + q) % w.domains, tokens = tokensOf(o);
-      if (i < ep_ll_chunks(c, tokens))
-        ok = ep_ll_forward_chunk(c, b, w, op, o, i, tokens);
+      if (i < ep_ll_chunks(c, tokens)) ok = ep_ll_forward_chunk(c, b, w, op, o, i, tokens);
     }
   }
-  if (ok)
-    ep_ll_sent_far(net, c, a.group, first, most, a.forwardBlocks);
+  if (ok) ep_ll_sent_far(net, c, a.group, first, most, a.forwardBlocks);
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -144,11 +145,12 @@ DEV uint32_t ep_ll_writer(const epLlRail &, uint32_t owner) { return owner; }
 
 /* `out`: of the own domain, if the token has any of it. */
 template <class C>
-DEV bool ep_ll_reduced(const epLlRail &net, const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip, uint32_t bytes,
-                       const epLlToken &x, const uint4 *out) {
+DEV bool ep_ll_reduced(const epLlRail &net, const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t,
+                       uint32_t strip, uint32_t bytes, const epLlToken &x, const uint4 *out) {
   epPlace w = ep_place(c, a.group);
   uint32_t l = p::lane(), o = x.expert >= 0 ? (uint32_t)x.expert / (c.experts / c.ranks) / w.ups : 0;
-  uint32_t mates = ep_ll_same(x.expert >= 0, o, w.domains), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE) + EP_STRIP_DATA + 16 * l;
+  uint32_t mates = ep_ll_same(x.expert >= 0, o, w.domains),
+           buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE) + EP_STRIP_DATA + 16 * l;
   uint4 y[EP_STRIP_VECTORS];
   epLlSum sum;
 #pragma unroll
@@ -156,23 +158,22 @@ DEV bool ep_ll_reduced(const epLlRail &net, const C c, const epLlCombineArgs &a,
     p::sts<uint4>(buffer + 512 * i, out[i]);
   ep_ll_sum_zero(sum);
 #pragma unroll 1
-  for (uint32_t m = p::ballot(p::FULL, x.expert >= 0 && (mates >> l) == 1); m; m &= m - 1) { /* the highest k of each domain */
+  for (uint32_t m = p::ballot(p::FULL, x.expert >= 0 && (mates >> l) == 1); m;
+       m &= m - 1) { /* the highest k of each domain */
     uint32_t from = p::shfl(p::FULL, o, p::ffs(m) - 1);
     if (from == w.domain) {
 #pragma unroll
-      for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
-        y[i] = p::lds<uint4>(buffer + 512 * i);
+      for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) y[i] = p::lds<uint4>(buffer + 512 * i);
     } else if (ep_ll_rail_left_out(c, w, from)) {
       continue;
     } else {
       if (!ep_ll_wait_chunk(c, a.group, net.h, w, from, t / epLlChunkTokens(c.topk), op.gen, EP_PHASE_COMBINE_ROWS)) {
-        if (!c.mask || p::ballot(p::FULL, ep_stopped(c, a.group)))
-          return false;
+        if (!c.mask || p::ballot(p::FULL, ep_stopped(c, a.group))) return false;
         ep_ll_lose(c, a.group, op, from * w.ups + w.up);
         continue;
       }
-      ep_ll_load(ep_ll_window(w.rank) + ep_ll_rail_row(a.group, net.h, w, op.gen, w.domain, from, t) + ep_ll_rail_head(a.group) +
-                     strip * EP_STRIP_DATA,
+      ep_ll_load(ep_ll_window(w.rank) + ep_ll_rail_row(a.group, net.h, w, op.gen, w.domain, from, t) +
+                     ep_ll_rail_head(a.group) + strip * EP_STRIP_DATA,
                  bytes, y);
     }
     ep_ll_sum_add(c, sum, y);
@@ -183,14 +184,17 @@ DEV bool ep_ll_reduced(const epLlRail &net, const C c, const epLlCombineArgs &a,
 }
 
 /* What nobody waited for is on its way as well: rows' tails of chunks without a row. */
-template <class C> DEV void ep_ll_rows_came(const epLlRail &net, const C c, const epLlCombineArgs &a, const epLlOp &op) {
+template <class C>
+DEV void ep_ll_rows_came(const epLlRail &net, const C c, const epLlCombineArgs &a, const epLlOp &op) {
   epPlace w = ep_place(c, a.group);
   uint32_t chunks = ep_ll_chunks(c, ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld));
   uint32_t used = chunks < net.h.layout.channels ? chunks : net.h.layout.channels;
 #pragma unroll 1
   for (uint32_t i = p::lane(); i < w.domains * used; i += 32)
-    if (i / used != w.domain && !ep_ll_wait_tail(c, a.group, net.h, w, i / used, i % used, op.gen, ep_ll_channel_chunks(net.h, chunks, i % used),
-                                                 EP_PHASE_COMBINE_ROWS) && ep_stopped(c, a.group))
+    if (i / used != w.domain &&
+        !ep_ll_wait_tail(c, a.group, net.h, w, i / used, i % used, op.gen,
+                         ep_ll_channel_chunks(net.h, chunks, i % used), EP_PHASE_COMBINE_ROWS) &&
+        ep_stopped(c, a.group))
       return;
 }
 
@@ -213,7 +217,8 @@ template <class C> DEV void ep_hybrid_ll_combine(const C c, const epHybridLlComb
     ep_ll_send_weights(c, a, net);
   else
     ep_ll_return(c, a, returning);
-  if (c.mask && ep_ll_repairs(c, a.group, a.blocks) && c.part != EP_PART_SEND) /* what is lost in the sending part is so in the other */
+  if (c.mask && ep_ll_repairs(c, a.group, a.blocks) &&
+      c.part != EP_PART_SEND) /* what is lost in the sending part is so in the other */
     ep_ll_reduce_again(c, a, net);
   ep_profile_end(profile, p::bid() >= a.pushBlocks ? EP_SPAN_RECEIVE : EP_SPAN_SEND, a.blocks);
 }

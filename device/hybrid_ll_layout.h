@@ -39,8 +39,10 @@ EP_HD uint32_t epLlDomainWords(uint32_t scaleUp, uint32_t experts, uint32_t rank
 EP_HD uint32_t epLlRailHead(uint32_t topk) { return (uint32_t)epAlignUp(4ull * (1 + 3 * topk), EP_ROW_ALIGN); }
 
 /* As epHybridLayoutOf; sections that low latency has no use for are 0. `w` is the group's: its bytes and stride of rows are set. */
-EP_HD void epLlHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, uint32_t contexts, epWindowLayout *w, epHybridLayout *h) {
-  uint64_t at = epLlWindowLayoutOf(s).bytes, domains = s.ranks / scaleUp, words = epLlDomainWords(scaleUp, s.experts, s.ranks);
+EP_HD void epLlHybridLayoutOf(epShape s, uint32_t scaleUp, uint32_t channels, uint32_t contexts, epWindowLayout *w,
+                              epHybridLayout *h) {
+  uint64_t at = epLlWindowLayoutOf(s).bytes, domains = s.ranks / scaleUp,
+           words = epLlDomainWords(scaleUp, s.experts, s.ranks);
   uint64_t weights = 4ull * s.maxTokens * s.topk, rows;
   w->stageStride = epAlignUp((uint64_t)epLlRailHead(s.topk) + s.maxRowBytes, EP_LINE);
   rows = (domains - 1) * s.maxTokens * w->stageStride;

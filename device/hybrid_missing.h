@@ -25,11 +25,12 @@ template <class C> DEV void ep_row_missing(const C c, const epDispatchArgs &d, u
 
 /* One thread: what rank `s` of another domain sends by a channel has come to `want`; false: it never will. */
 template <class C>
-DEV bool ep_tail_brought(const C c, const epGroupArgs &g, const uint64_t *tail, uint64_t want, uint32_t gen, uint32_t s) {
+DEV bool ep_tail_brought(const C c, const epGroupArgs &g, const uint64_t *tail, uint64_t want, uint32_t gen,
+                         uint32_t s) {
   uint64_t seen = 0;
   bool told = ep_await_value(
-      c, g, [&] { return seen = p::ld_acquire_sys(tail); }, [&](uint64_t v) { return ep_tail_settled(v, want, gen); }, want,
-      EP_TAIL_ROLL, EP_PHASE_DISPATCH_ROWS, ep_bringer(c, g, s));
+      c, g, [&] { return seen = p::ld_acquire_sys(tail); }, [&](uint64_t v) { return ep_tail_settled(v, want, gen); },
+      want, EP_TAIL_ROLL, EP_PHASE_DISPATCH_ROWS, ep_bringer(c, g, s));
   return ep_brought(c, g, told, !ep_reached(seen, want, EP_TAIL_ROLL), EP_PHASE_DISPATCH_ROWS, s, gen);
 }
 
@@ -72,29 +73,27 @@ template <class C> DEV void ep_tails_forward(const C c, const epHybridDispatchAr
     uint64_t missing = 0;
     for (uint32_t i = p::tid(); i < tails; i += c.threads) {
       uint32_t o = i / h.layout.channels, channel = i % h.layout.channels;
-      if (o == w.domain)
-        continue;
+      if (o == w.domain) continue;
       uint64_t told = p::ld_relaxed_sys(ep_tail_word(g, h, w, w.up, w.up, o, channel));
       if (ep_tail_settled(told, want, gen)) /* all said */
         continue;
       bool lost = ep_rail_masked(c, g, o); /* looked at first: whoever comes after that is late */
       uint64_t tail = ep_tail(h, w, o, channel);
       bool whole = ep_reached(tail, want, EP_TAIL_ROLL);
-      if (lost && !whole)
-        tail = (ep_reached(tail, first, EP_TAIL_ROLL) ? tail : first) | EP_TAIL_LOST;
+      if (lost && !whole) tail = (ep_reached(tail, first, EP_TAIL_ROLL) ? tail : first) | EP_TAIL_LOST;
       if (!lost && !whole) {
         open = 1;
         waits = o;
         missing = tail;
       }
-      if (tail == told)
-        continue;
+      if (tail == told) continue;
       p::fence_sys(); /* rows that came before the signal come before the words */
       for (uint32_t u = 0; u < w.ups; u++)
-        if (!ep_masked(c, g, w.domain * w.ups + u))
-          p::st_relaxed_sys(ep_tail_word(g, h, w, u, w.up, o, channel), tail);
+        if (!ep_masked(c, g, w.domain * w.ups + u)) p::st_relaxed_sys(ep_tail_word(g, h, w, u, w.up, o, channel), tail);
     }
-    if (open && ep_peer_give_up(c, g, patience, round, EP_PHASE_DISPATCH_ROWS, waits * w.ups + w.up, gen, ep_told(missing, EP_TAIL_ROLL)) &&
+    if (open &&
+        ep_peer_give_up(c, g, patience, round, EP_PHASE_DISPATCH_ROWS, waits * w.ups + w.up, gen,
+                        ep_told(missing, EP_TAIL_ROLL)) &&
         ep_stopped(c, g))
       return;
   }

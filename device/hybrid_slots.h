@@ -15,18 +15,18 @@ struct epSlots {
 
 /* Slot k of token t of the rank of domain o that rank `owner` of my domain stands for; its flag. */
 template <class C>
-DEV uint64_t ep_slot_index(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o, uint32_t k,
-                           uint32_t t) {
+DEV uint64_t ep_slot_index(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer,
+                           uint32_t o, uint32_t k, uint32_t t) {
   return (c.mask ? ep_near_rows(c, g, w, owner, writer) : 0) + ((uint64_t)o * g.windowTopk + k) * g.maxTokens + t;
 }
 template <class C>
-DEV uint8_t *ep_slot_row(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o, uint32_t k,
-                         uint32_t t) {
+DEV uint8_t *ep_slot_row(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o,
+                         uint32_t k, uint32_t t) {
   return ep_stage_at(g, w, owner, ep_slot_index(c, g, w, owner, writer, o, k, t));
 }
 template <class C>
-DEV uint32_t *ep_slot_flag(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t writer,
-                           uint32_t o, uint32_t k, uint32_t t) {
+DEV uint32_t *ep_slot_flag(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner,
+                           uint32_t writer, uint32_t o, uint32_t k, uint32_t t) {
   return ep_sum_flag_at(g, h, w, owner, ep_slot_index(c, g, w, owner, writer, o, k, t));
 }
 /* Window offset of slot k of token t from (to) domain o. */
@@ -39,10 +39,8 @@ DEV uint64_t ep_rail_slot(const C c, const epGroupArgs &g, uint64_t section, uin
 
 /* The lane at which the lane's row enters; `mates`: those of its rank, itself among them. */
 template <class C> DEV uint32_t ep_slot_top(const C c, uint32_t mates) {
-  if (c.layout != EP_LAYOUT_KIND_FLAT)
-    return p::lane();
-  while (mates & (mates - 1))
-    mates &= mates - 1;
+  if (c.layout != EP_LAYOUT_KIND_FLAT) return p::lane();
+  while (mates & (mates - 1)) mates &= mates - 1;
   return p::ffs(mates) - 1;
 }
 
@@ -58,7 +56,8 @@ template <class C> DEV void ep_slot_move(const C c, uint8_t *to, uint64_t from) 
 
 /* Whole warp: this rank's slots of row j of source s to the rank that stands for it. */
 template <class C>
-DEV void ep_slots_push(const C c, const epHybridCombineArgs &a, const epPlace &w, uint32_t s, uint32_t j, uint32_t gen) {
+DEV void ep_slots_push(const C c, const epHybridCombineArgs &a, const epPlace &w, uint32_t s, uint32_t j,
+                       uint32_t gen) {
   const epCombineArgs &b = a.plain;
   const uint32_t *meta = ep_record_meta(c, b.group, b.recordLayout, b.record, s, j);
   uint32_t l = p::lane(), o = s / w.ups, u = s % w.ups, t = EP_META_TOKEN(p::ldg<uint32_t>(meta));
@@ -73,8 +72,7 @@ DEV void ep_slots_push(const C c, const epHybridCombineArgs &a, const epPlace &w
   if (c.weights && entry != EP_NONE)
     p::stg<uint32_t>(ep_slot_row(c, b.group, w, u, w.up, o, top, t) + c.rowBytes + 4 * l, ep_own_weight(c, b, row));
   p::sync_warp();
-  if (rows >> l & 1)
-    p::st_release_sys(ep_slot_flag(c, b.group, a.hybrid, w, u, w.up, o, l, t), gen);
+  if (rows >> l & 1) p::st_release_sys(ep_slot_flag(c, b.group, a.hybrid, w, u, w.up, o, l, t), gen);
 }
 
 /* Whole warp: the slots that this domain holds of token t of my rail's rank in domain o; arguments as of ep_combine_domain. False:
@@ -87,10 +85,10 @@ DEV bool ep_slots_domain(const C c, const epHybridCombineArgs &a, const epPlace 
   bool mine = here && owner == w.rank, ok = true;
   slots->top = here ? ep_slot_top(c, mates) : l;
   if (here && slots->top == l && !mine && c.bug != EP_BUG_SKIP_WAIT)
-    ok = ep_await_flag(c, b.group, ep_slot_flag(c, b.group, a.hybrid, w, w.up, owner % w.ups, o, l, t), gen, EP_PHASE_COMBINE_ROWS, owner);
+    ok = ep_await_flag(c, b.group, ep_slot_flag(c, b.group, a.hybrid, w, w.up, owner % w.ups, o, l, t), gen,
+                       EP_PHASE_COMBINE_ROWS, owner);
   bool there = here;
-  if (!ep_parts_stay(c, b.group, ok, mates, &there))
-    return false;
+  if (!ep_parts_stay(c, b.group, ok, mates, &there)) return false;
   p::sync_warp();
   uint32_t slot = mine ? ep_own_slot(c, b, o * w.ups + w.up, row, entry) : EP_NONE;
   const uint8_t *staged = there && !mine ? ep_slot_row(c, b.group, w, w.up, owner % w.ups, o, slots->top, t) : nullptr;
@@ -114,7 +112,8 @@ DEV void ep_slots_forward(const C c, const epHybridCombineArgs &a, const epPlace
     ep_slot_move(c, window + ep_rail_slot(c, g, h.send, w.domain, o, t, k), ep_lane_address(slots.address, k));
   }
   if (c.weights && here)
-    p::stg<uint32_t>(window + ep_rail_slot(c, g, h.send, w.domain, o, t, slots.top) + c.rowBytes + 4 * p::lane(), slots.weight);
+    p::stg<uint32_t>(window + ep_rail_slot(c, g, h.send, w.domain, o, t, slots.top) + c.rowBytes + 4 * p::lane(),
+                     slots.weight);
   p::sync_warp();
   for (uint32_t m = slots.rows; m; m &= m - 1) {
     uint32_t k = p::ffs(m) - 1;
@@ -129,20 +128,19 @@ template <class C>
 DEV void ep_slots_sum(const C c, const epHybridCombineArgs &a, const epPlace &w, uint32_t t, epSlots slots, bool far,
                       uint32_t owner, uint32_t o) {
   const epCombineArgs &b = a.plain;
-  uint32_t l = p::lane(), mates = p::match_any(p::FULL, far ? owner : ep_lone_key()), top = far ? ep_slot_top(c, mates) : l;
+  uint32_t l = p::lane(), mates = p::match_any(p::FULL, far ? owner : ep_lone_key()),
+           top = far ? ep_slot_top(c, mates) : l;
   if (far)
-    slots.address = (uint64_t)(ep_window(b.group, w.rank) + ep_rail_slot(c, b.group, a.hybrid.layout.rail, w.domain, o, t, top));
+    slots.address =
+        (uint64_t)(ep_window(b.group, w.rank) + ep_rail_slot(c, b.group, a.hybrid.layout.rail, w.domain, o, t, top));
   uint32_t rows = (slots.rows | p::ballot(p::FULL, far && top == l)) & p::ballot(p::FULL, slots.address != 0);
   ep_make_row(c, b.outTokens + (uint64_t)t * c.rowBytes, [&](uint32_t v) {
     epSums total = ep_sums_start(c, b, t, v);
-    for (uint32_t m = rows; m; m &= m - 1)
-      ep_sums_add(c, total, ep_lane_part(c, slots.address, p::ffs(m) - 1, v));
+    for (uint32_t m = rows; m; m &= m - 1) ep_sums_add(c, total, ep_lane_part(c, slots.address, p::ffs(m) - 1, v));
     return ep_sums_round(c, total);
   });
-  if (!c.weights || l >= c.topk)
-    return;
-  if (far)
-    slots.weight = p::ldg<uint32_t>((const uint8_t *)slots.address + c.rowBytes + 4 * l);
+  if (!c.weights || l >= c.topk) return;
+  if (far) slots.weight = p::ldg<uint32_t>((const uint8_t *)slots.address + c.rowBytes + 4 * l);
   p::stg<float>(b.outWeights + (uint64_t)t * c.topk + l, p::as_float(slots.weight));
 }
 

@@ -49,17 +49,14 @@ DEV void ep_hybrid_bases(const C c, const epHybridUpdateArgs &a, const uint32_t 
   bool last = p::bid() == a.plain.blocks - 1;
   for (uint32_t i = p::tid(); i < columns; i += c.threads) {
     uint32_t before = 0;
-    for (uint32_t b = 0; b < p::bid(); b++)
-      before += p::ldg<uint32_t>(histogram + (uint64_t)b * columns + i);
+    for (uint32_t b = 0; b < p::bid(); b++) before += p::ldg<uint32_t>(histogram + (uint64_t)b * columns + i);
     for (uint32_t v = 0; v < warps; v++)
       p::sts<uint32_t>(ep_hist(c, v, i), p::lds<uint32_t>(ep_hist(c, v, i)) + before);
-    if (!last)
-      continue;
+    if (!last) continue;
     uint32_t value = before + p::ldg<uint32_t>(histogram + (uint64_t)p::bid() * columns + i);
     bool expert = i < c.experts;
     uint32_t dst = expert ? i / locals : i - c.experts, word = expert ? i % locals : locals;
-    if (!expert)
-      value = EP_ROWS_WORD(value, EP_ROWS_TAG(c.topk, c.layout));
+    if (!expert) value = EP_ROWS_WORD(value, EP_ROWS_TAG(c.topk, c.layout));
     if (dst / w.ups != w.domain)
       p::stg<uint64_t>(ep_out_count(c, a, dst / w.ups, dst % w.ups * (locals + 1) + word), value);
     else if (!ep_masked(c, g, dst))
@@ -84,13 +81,10 @@ DEV void ep_hybrid_place(const C c, const epHybridUpdateArgs &a, uint32_t t0, ui
   while (walk.t < t1) {
     epRouteLane r = ep_route_lane(c, a.plain, walk);
     uint32_t pos = 0, row = 0;
-    if (r.valid)
-      pos = p::lds<uint32_t>(ep_hist(c, w, r.expert)) + p::popc(r.expertMask & below);
-    if (r.first)
-      row = p::lds<uint32_t>(ep_hist(c, w, c.experts + r.owner)) + p::popc(r.rankMask & below);
+    if (r.valid) pos = p::lds<uint32_t>(ep_hist(c, w, r.expert)) + p::popc(r.expertMask & below);
+    if (r.first) row = p::lds<uint32_t>(ep_hist(c, w, c.experts + r.owner)) + p::popc(r.rankMask & below);
     p::sync_warp();
-    if (r.valid && (r.expertMask & below) == 0)
-      p::sts<uint32_t>(ep_hist(c, w, r.expert), pos + p::popc(r.expertMask));
+    if (r.valid && (r.expertMask & below) == 0) p::sts<uint32_t>(ep_hist(c, w, r.expert), pos + p::popc(r.expertMask));
     if (r.first && (r.rankMask & below) == 0)
       p::sts<uint32_t>(ep_hist(c, w, c.experts + r.owner), row + p::popc(r.rankMask));
     uint32_t base = p::lane() / c.topk * c.topk, myRow = EP_NONE;
@@ -99,17 +93,13 @@ DEV void ep_hybrid_place(const C c, const epHybridUpdateArgs &a, uint32_t t0, ui
       uint32_t src = base + k < 32 ? base + k : 31;
       bool first = p::shfl(p::FULL, r.first, src);
       uint32_t owner = p::shfl(p::FULL, r.owner, src), itsRow = p::shfl(p::FULL, row, src);
-      if (!r.inside || !first)
-        continue;
+      if (!r.inside || !first) continue;
       bool mine = r.valid && r.owner == owner;
-      if (mine)
-        myRow = itsRow;
-      if (owner / at.ups != at.domain || ep_masked(c, g, owner))
-        continue;
+      if (mine) myRow = itsRow;
+      if (owner / at.ups != at.domain || ep_masked(c, g, owner)) continue;
       uint32_t *meta = ep_meta_row(c, a.plain, owner, itsRow, gen);
       p::stg<uint32_t>(meta + 1 + r.k, mine ? EP_ENTRY(r.expert % locals, pos) : EP_NONE);
-      if (r.k == 0)
-        p::stg<uint32_t>(meta, EP_META_PLACE(r.token, p::popc(placed & ((1u << src) - (1u << base)))));
+      if (r.k == 0) p::stg<uint32_t>(meta, EP_META_PLACE(r.token, p::popc(placed & ((1u << src) - (1u << base)))));
     }
     if (r.inside) {
       uint64_t i = (uint64_t)r.token * c.topk + r.k, o = 2ull * r.token * c.topk + r.k;
@@ -125,8 +115,7 @@ DEV void ep_hybrid_place(const C c, const epHybridUpdateArgs &a, uint32_t t0, ui
 /* True in the block that is the last to come here: what all blocks stored before is its own to release. */
 DEV bool ep_last_block(uint32_t *counter, uint32_t blocks) {
   p::sync_threads();
-  if (p::tid() == 0)
-    p::sts<uint32_t>(p::smem_base(), blocks > 1 ? p::atomic_add_acq_rel_gpu(counter, 1) : 0);
+  if (p::tid() == 0) p::sts<uint32_t>(p::smem_base(), blocks > 1 ? p::atomic_add_acq_rel_gpu(counter, 1) : 0);
   p::sync_threads();
   bool last = p::lds<uint32_t>(p::smem_base()) == blocks - 1;
   p::sync_threads();
@@ -137,8 +126,7 @@ DEV bool ep_last_block(uint32_t *counter, uint32_t blocks) {
 template <class C>
 DEV void ep_meta_flag(const C c, const epGroupArgs &g, uint32_t dst, uint32_t s, uint32_t gen, bool lost) {
   uint32_t *flag = (uint32_t *)(ep_window(g, dst) + g.window.metaFlags) + s;
-  if (!ep_masked(c, g, dst))
-    p::st_release_sys(flag, c.mask ? EP_FLAG(gen, lost) : gen);
+  if (!ep_masked(c, g, dst)) p::st_release_sys(flag, c.mask ? EP_FLAG(gen, lost) : gen);
 }
 
 /* Whole block, the last one with its meta rows stored: flags in the domain, puts to the rail. */
@@ -146,11 +134,9 @@ template <class C> DEV void ep_hybrid_send(const C c, const epHybridUpdateArgs &
   const epGroupArgs &g = a.plain.group;
   const epHybridGroup &h = a.hybrid;
   epPlace w = ep_place(c, g);
-  for (uint32_t u = p::tid(); u < w.ups; u += c.threads)
-    ep_meta_flag(c, g, w.domain * w.ups + u, g.rank, gen, false);
+  for (uint32_t u = p::tid(); u < w.ups; u += c.threads) ep_meta_flag(c, g, w.domain * w.ups + u, g.rank, gen, false);
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
-    if (o == w.domain || ep_rail_masked(c, g, o))
-      continue;
+    if (o == w.domain || ep_rail_masked(c, g, o)) continue;
     if (a.plain.tokens)
       p::gin_put(h.gin, 0, o, ep_rail_meta(c, a, w.domain, gen), h.layout.outMeta, 8 * a.plain.tokens * c.topk);
     ep_rail_sends(c, g, h, o, 0, 1);
@@ -168,8 +154,7 @@ DEV void ep_forward_words(const C c, const epGroupArgs &g, uint64_t section, uin
   uint32_t locals = c.experts / c.ranks, words = locals + 1, each = w.ups * words;
   for (uint32_t i = p::tid(); i < w.domains * each; i += c.threads) {
     uint32_t o = i / each, u = i % each / words, word = i % words, source = o * w.ups + w.up;
-    if (o == w.domain || ep_masked(c, g, w.domain * w.ups + u))
-      continue;
+    if (o == w.domain || ep_masked(c, g, w.domain * w.ups + u)) continue;
     const uint64_t *value = (const uint64_t *)(ep_window(g, g.rank) + from(o)) + i % each;
     bool there = ep_rail_there(c, g, what, o, gen);
     p::st_relaxed_sys((uint64_t *)(ep_window(g, w.domain * w.ups + u) + section) +
@@ -201,12 +186,10 @@ DEV void ep_forward_token(const C c, const epHybridUpdateArgs &a, uint32_t o, ui
   for (uint32_t m = p::ballot(p::FULL, first); m; m &= m - 1) {
     uint32_t from = p::ffs(m) - 1, dst = p::shfl(p::FULL, owner, from), itsRow = p::shfl(p::FULL, row, from);
     uint32_t *meta = ep_meta(g, c.ranks, dst, o * w.ups + w.up, gen) + (uint64_t)itsRow * g.window.metaWords;
-    if (ep_masked(c, g, dst))
-      continue;
+    if (ep_masked(c, g, dst)) continue;
     if (l < c.topk)
       p::stg<uint32_t>(meta + 1 + l, here && owner == dst ? EP_ENTRY(expert % locals, EP_ENTRY_POS(entry)) : EP_NONE);
-    if (l == 0)
-      p::stg<uint32_t>(meta, EP_META_PLACE(t, p::popc(placed & ((1u << from) - 1))));
+    if (l == 0) p::stg<uint32_t>(meta, EP_META_PLACE(t, p::popc(placed & ((1u << from) - 1))));
   }
 }
 
@@ -220,8 +203,7 @@ template <class C> DEV bool ep_same_routing(const C c, const epHybridUpdateArgs 
     const uint64_t *words = (const uint64_t *)(ep_window(g, g.rank) + ep_rail_counts(c, a, o, gen));
     bool there = o != w.domain && ep_rail_there(c, g, 0, o, gen);
     uint32_t its = there ? EP_ROWS_TAG_OF(p::ldg<uint64_t>(words + c.experts / c.ranks)) : tag;
-    if (its == tag)
-      continue;
+    if (its == tag) continue;
     if (c.mask)
       ep_stop(c, g, EP_ERR_MISMATCH, EP_PHASE_UPDATE_COUNTS, o * w.ups + w.up, tag, its);
     else
@@ -237,7 +219,8 @@ template <class C> DEV bool ep_hybrid_arrived(const C c, const epHybridUpdateArg
   epPlace w = ep_place(c, g);
   auto signal = [](uint32_t o) { return epSignalMeta(o); };
   if (c.mask)
-    return ep_rails_verdict(c, g, a.hybrid.gin, gen, EP_PHASE_UPDATE_META, signal, [&] { return ep_same_routing(c, a, gen); });
+    return ep_rails_verdict(c, g, a.hybrid.gin, gen, EP_PHASE_UPDATE_META, signal,
+                            [&] { return ep_same_routing(c, a, gen); });
   return ep_wait_rails(c.threads, g, a.hybrid, w, gen, EP_PHASE_UPDATE_META, signal) && ep_same_routing(c, a, gen);
 }
 
@@ -247,38 +230,34 @@ template <class C> DEV bool ep_hybrid_forward(const C c, const epHybridUpdateArg
   epPlace w = ep_place(c, g);
   epHybridRecord rec = epHybridRecordOf(a.plain.recordLayout.bytes, w.domains, c.topk, g.maxTokens);
   uint32_t warps = a.plain.blocks * (c.threads / 32), index = p::bid() * (c.threads / 32) + p::warp();
-  if (!ep_hybrid_arrived(c, a, gen))
-    return false;
+  if (!ep_hybrid_arrived(c, a, gen)) return false;
   if (p::bid() == a.plain.blocks - 1)
     ep_forward_words(c, g, g.window.counts, gen, 0, [&](uint32_t o) { return ep_rail_counts(c, a, o, gen); });
   for (uint32_t o = 0; o < w.domains; o++) {
-    if (o == w.domain)
-      continue;
+    if (o == w.domain) continue;
     const uint64_t *words = (const uint64_t *)(ep_window(g, g.rank) + ep_rail_counts(c, a, o, gen));
     uint32_t tokens = ep_rail_there(c, g, 0, o, gen) ? (uint32_t)p::ldg<uint64_t>(words + ep_domain_words(c)) : 0;
-    for (uint32_t t = index; t < tokens && t < g.maxTokens; t += warps)
-      ep_forward_token(c, a, o, t, gen);
-    if (index == 0 && p::lane() == 0)
-      p::stg<uint32_t>((uint32_t *)(a.plain.record + rec.fwdTokens) + o, tokens);
+    for (uint32_t t = index; t < tokens && t < g.maxTokens; t += warps) ep_forward_token(c, a, o, t, gen);
+    if (index == 0 && p::lane() == 0) p::stg<uint32_t>((uint32_t *)(a.plain.record + rec.fwdTokens) + o, tokens);
   }
-  if (!ep_last_block(&ep_hybrid_state(g, a.hybrid)->forwarded, a.plain.blocks))
-    return true;
+  if (!ep_last_block(&ep_hybrid_state(g, a.hybrid)->forwarded, a.plain.blocks)) return true;
   for (uint32_t i = p::tid(); i < c.ranks; i += c.threads) {
     uint32_t o = i / w.ups, u = i % w.ups;
-    if (o != w.domain)
-      ep_meta_flag(c, g, w.domain * w.ups + u, o * w.ups + w.up, gen, !ep_rail_there(c, g, 0, o, gen));
+    if (o != w.domain) ep_meta_flag(c, g, w.domain * w.ups + u, o * w.ups + w.up, gen, !ep_rail_there(c, g, 0, o, gen));
   }
   return true;
 }
 
 /* Where rows of source s begin here: word `word` of the reply. */
 template <class C>
-DEV void ep_hybrid_reply(const C c, const epHybridUpdateArgs &a, uint32_t s, uint32_t word, uint32_t value, uint32_t gen) {
+DEV void ep_hybrid_reply(const C c, const epHybridUpdateArgs &a, uint32_t s, uint32_t word, uint32_t value,
+                         uint32_t gen) {
   const epGroupArgs &g = a.plain.group;
   uint32_t words = c.experts / c.ranks + 1;
   if (s / c.scaleUp == g.rank / c.scaleUp) {
     if (!ep_masked(c, g, s))
-      p::st_relaxed_sys((uint64_t *)(ep_window(g, s) + g.window.replies) + (uint64_t)((gen & 1) * c.ranks + g.rank) * words + word,
+      p::st_relaxed_sys((uint64_t *)(ep_window(g, s) + g.window.replies) +
+                            (uint64_t)((gen & 1) * c.ranks + g.rank) * words + word,
                         ep_word(gen, value));
   } else
     p::stg<uint64_t>(ep_out_reply(c, a, s / c.scaleUp, s % c.scaleUp * words + word), value);
@@ -295,19 +274,17 @@ template <class C> DEV void ep_hybrid_gather(const C c, const epHybridUpdateArgs
   uint32_t *recvCount = (uint32_t *)(u.record + rl.recvCount), *recvBase = (uint32_t *)(u.record + rl.recvBase);
   uint32_t *zoneCount = (uint32_t *)(u.record + rl.zoneCount);
   epGather g = ep_gather(c);
-  if (!ep_gather_counts(c, u, g, gen))
-    return;
+  if (!ep_gather_counts(c, u, g, gen)) return;
   for (uint32_t e = p::tid(); e < locals; e += c.threads) {
     uint32_t total = 0;
-    for (uint32_t s = 0; s < c.ranks; s++)
-      total += ep_lds(g.counts, s * locals + e);
+    for (uint32_t s = 0; s < c.ranks; s++) total += ep_lds(g.counts, s * locals + e);
     p::sts<uint32_t>(g.zoneCount + 4 * e, total);
   }
   p::sync_threads();
   if (p::warp() == 0)
-    ep_warp_prefix(g.zoneBase, locals, [&](uint32_t e) { return (ep_lds(g.zoneCount, e) + align - 1) / align * align; });
-  if (p::warp() == 1 % warps)
-    ep_warp_prefix(g.recvBase, c.ranks, [&](uint32_t s) { return ep_lds(g.rows, s); });
+    ep_warp_prefix(g.zoneBase, locals,
+                   [&](uint32_t e) { return (ep_lds(g.zoneCount, e) + align - 1) / align * align; });
+  if (p::warp() == 1 % warps) ep_warp_prefix(g.recvBase, c.ranks, [&](uint32_t s) { return ep_lds(g.rows, s); });
   p::sync_threads();
   for (uint32_t e = p::tid(); e < locals; e += c.threads) {
     uint32_t slot = ep_lds(g.zoneBase, e), n = ep_lds(g.zoneCount, e), padded = ep_lds(g.zoneBase, e + 1) - slot;
@@ -332,20 +309,17 @@ template <class C> DEV void ep_hybrid_gather(const C c, const epHybridUpdateArgs
     ep_put_counter(u.recvTotal, u.recvTotalWide, 0, rows);
     ep_update_header(c, u);
     p::stg<uint32_t>(&((epRecordHeader *)(u.record + rl.header))->version, EP_HYBRID_VERSION(c.scaleUp));
-    if (u.budget && rows > u.budget)
-      p::st_relaxed_sys(&u.group.error->overflowNeeded, rows);
+    if (u.budget && rows > u.budget) p::st_relaxed_sys(&u.group.error->overflowNeeded, rows);
   }
   p::sync_threads();
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads) {
-    if (o == w.domain || ep_rail_masked(c, u.group, o))
-      continue;
+    if (o == w.domain || ep_rail_masked(c, u.group, o)) continue;
     ep_rail_sends(c, u.group, a.hybrid, o, 1, 1);
     p::gin_put_signal(a.hybrid.gin, 0, o, ep_rail_replies(c, a, w.domain, gen),
                       a.hybrid.layout.outReplies + 8ull * o * ep_domain_words(c), 8 * ep_domain_words(c),
                       epSignalReply(w.domains, w.domain), 1);
   }
-  if (u.hostCounts)
-    ep_update_host_counts(c, u, g, rows, gen);
+  if (u.hostCounts) ep_update_host_counts(c, u, g, rows, gen);
 }
 
 /* Last block: replies from the rail go to their sources; then this rank's own. */
@@ -371,21 +345,16 @@ template <class C> DEV void ep_hybrid_update(const C c, const epHybridUpdateArgs
     ep_hybrid_bases(c, a, histogram, gen);
     p::sync_threads();
     ep_hybrid_place(c, a, t0, t1, gen);
-    if (ep_last_block(&ep_state(u.group)->updateSent, u.blocks))
-      ep_hybrid_send(c, a, gen);
+    if (ep_last_block(&ep_state(u.group)->updateSent, u.blocks)) ep_hybrid_send(c, a, gen);
     bool ok = ep_hybrid_forward(c, a, gen);
-    if (ok && p::bid() == 0)
-      ep_hybrid_gather(c, a, gen);
-    if (ok && p::bid() == u.blocks - 1)
-      ep_hybrid_replies(c, a, gen);
-    if (ok)
-      ep_update_copy_meta(c, u, gen);
+    if (ok && p::bid() == 0) ep_hybrid_gather(c, a, gen);
+    if (ok && p::bid() == u.blocks - 1) ep_hybrid_replies(c, a, gen);
+    if (ok) ep_update_copy_meta(c, u, gen);
     p::sync_threads();
     if (p::warp() == 0) /* the next update writes what was put from */
       ep_flush(c, u.group, a.hybrid, 0);
   });
-  if (last)
-    p::stg<uint32_t>(&ep_hybrid_state(u.group, a.hybrid)->forwarded, 0);
+  if (last) p::stg<uint32_t>(&ep_hybrid_state(u.group, a.hybrid)->forwarded, 0);
   ep_profile_end(profile, EP_SPAN_RECORD, u.blocks);
 }
 

@@ -9,7 +9,8 @@
 /* `kernel`: EP_KERNEL_*. */
 template <class C> DEV uint32_t ep_kind(const C c, uint32_t kernel, uint32_t routing) {
   bool combine = kernel == EP_KERNEL_COMBINE || kernel == EP_KERNEL_LL_COMBINE || kernel == EP_KERNEL_HYBRID_COMBINE;
-  bool backward = c.layout < EP_LAYOUT_KINDS_HT && combine == (c.weights != 0); /* low latency has forward passes only */
+  bool backward =
+      c.layout < EP_LAYOUT_KINDS_HT && combine == (c.weights != 0); /* low latency has forward passes only */
   return EP_KIND(combine ? EP_KIND_COMBINE : EP_KIND_DISPATCH, c.layout, backward,
                  epKindWidths(c.topk, c.rowBytes, c.dtype, c.quantise == EP_QUANTISE_NVFP4 ? 1 : c.scaleBytes),
                  routing);

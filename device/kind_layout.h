@@ -26,9 +26,9 @@ enum { EP_KIND_NONE = 0, EP_KIND_DISPATCH, EP_KIND_COMBINE, EP_KIND_ELSEWHERE };
 
 #define EP_KIND_ROUTING 0xffffu
 #define EP_KIND_WIDTHS_BITS 11u
-#define EP_KIND(kind, layout, backward, widths, routing)                                                              \
-  ((uint32_t)(kind) << 30 | (uint32_t)(layout) << 28 | ((backward) ? 1u << 27 : 0u) | (uint32_t)(widths) << 16 |      \
-   ((uint32_t)(routing) & EP_KIND_ROUTING))
+#define EP_KIND(kind, layout, backward, widths, routing)                                                         \
+  ((uint32_t)(kind) << 30 | (uint32_t)(layout) << 28 | ((backward) ? 1u << 27 : 0u) | (uint32_t)(widths) << 16 | \
+   ((uint32_t)(routing)&EP_KIND_ROUTING))
 #define EP_KIND_OF(word) ((uint32_t)(word) >> 30)
 #define EP_KIND_LAYOUT_OF(word) ((uint32_t)(word) >> 28 & 3u)
 #define EP_KIND_BACKWARD_OF(word) ((uint32_t)(word) >> 27 & 1u)
@@ -36,7 +36,8 @@ enum { EP_KIND_NONE = 0, EP_KIND_DISPATCH, EP_KIND_COMBINE, EP_KIND_ELSEWHERE };
 /* The word of a rank that is in `mine` about one that is in `its`. */
 EP_HD uint32_t epKindElsewhere(uint32_t mine, uint32_t its, uint32_t rank) {
   uint32_t routing = (its & 0x7ffu) << 4 | ((mine ^ its) <= EP_KIND_ROUTING ? 1u << 15 : 0);
-  uint32_t teller = EP_KIND_LAYOUT_OF(mine) | EP_KIND_BACKWARD_OF(mine) << 2 | (EP_KIND_OF(mine) == EP_KIND_COMBINE ? 8u : 0);
+  uint32_t teller =
+      EP_KIND_LAYOUT_OF(mine) | EP_KIND_BACKWARD_OF(mine) << 2 | (EP_KIND_OF(mine) == EP_KIND_COMBINE ? 8u : 0);
   return EP_KIND(EP_KIND_ELSEWHERE, EP_KIND_LAYOUT_OF(its), EP_KIND_BACKWARD_OF(its),
                  rank | (EP_KIND_OF(its) == EP_KIND_COMBINE ? 1u << 10 : 0), routing | teller);
 }
@@ -45,7 +46,8 @@ EP_HD uint32_t epKindElsewhere(uint32_t mine, uint32_t its, uint32_t rank) {
  * and gives what it is in, as a greeting that differs from `mine`. */
 EP_HD uint32_t epKindThere(uint32_t word, uint32_t mine, uint32_t *peer) {
   uint32_t alike = mine & ((1u << 27) - 1u); /* hash and routing */
-  uint32_t its = EP_KIND(word >> 26 & 1u ? EP_KIND_COMBINE : EP_KIND_DISPATCH, EP_KIND_LAYOUT_OF(word), EP_KIND_BACKWARD_OF(word), 0, 0);
+  uint32_t its = EP_KIND(word >> 26 & 1u ? EP_KIND_COMBINE : EP_KIND_DISPATCH, EP_KIND_LAYOUT_OF(word),
+                         EP_KIND_BACKWARD_OF(word), 0, 0);
   uint32_t teller = EP_KIND(word >> 3 & 1u ? EP_KIND_COMBINE : EP_KIND_DISPATCH, word & 3u, word >> 2 & 1u, 0, 0);
   int routing = (int)(word >> 15 & 1u), itsRouting = (word >> 4 & 0x7ffu) == (mine & 0x7ffu);
   if ((its | alike) == mine && (routing ? itsRouting : (teller | alike) != mine))

@@ -159,10 +159,10 @@ EP_HD epWindowLayout epWindowLayoutOf(epShape s) {
 typedef struct epRecordHeader {
   uint32_t magic, version;
   uint32_t ranks, experts, topk, maxTokens, rank, layout, align;
-  uint32_t tokens;      /* T of the routing in the record */
-  uint32_t generation;  /* of the update that wrote it; 0: none, or one that gave up: nothing else may be trusted */
-  uint32_t epoch;       /* with masks: of the group when it was written */
-  uint32_t dispatched;  /* low latency: generation of the dispatch that filled it */
+  uint32_t tokens;     /* T of the routing in the record */
+  uint32_t generation; /* of the update that wrote it; 0: none, or one that gave up: nothing else may be trusted */
+  uint32_t epoch;      /* with masks: of the group when it was written */
+  uint32_t dispatched; /* low latency: generation of the dispatch that filled it */
   uint32_t pad[3];
 } epRecordHeader;
 
@@ -187,16 +187,16 @@ EP_HD epRecordLayout epRecordLayoutOf(uint32_t ranks, uint32_t experts, uint32_t
 
 /* Generations and counters of a group: in device memory, so that a replayed graph finds fresh ones. */
 typedef struct epGroupState {
-  uint32_t updateGen, stageGen;     /* last finished update; last finished dispatch or combine */
+  uint32_t updateGen, stageGen;                   /* last finished update; last finished dispatch or combine */
   uint32_t updateArrived, updateSent, updateDone; /* blocks at the grid barrier / done sending / finished */
-  uint32_t stageDone;               /* blocks of a dispatch or combine that finished */
-  uint32_t aborted;                 /* a wait of the running kernel gave up: the others need not run to their timeout */
+  uint32_t stageDone;                             /* blocks of a dispatch or combine that finished */
+  uint32_t aborted; /* a wait of the running kernel gave up: the others need not run to their timeout */
   uint32_t errorClaimed, indexClaimed; /* taken by the thread that writes the error record */
-  uint32_t epilogueStarted;         /* planted fault only */
-  uint32_t routed;                  /* last operation whose own update has finished */
-  uint32_t sendTickets, takeTickets; /* rounds and received rows of the running operation that were drawn (rows.h) */
-  uint32_t sendersStarted; /* blocks of senders of the running combine */
-  uint64_t profile;        /* address of the area of profile_layout.h; 0: the group is not profiled */
+  uint32_t epilogueStarted;            /* planted fault only */
+  uint32_t routed;                     /* last operation whose own update has finished */
+  uint32_t sendTickets, takeTickets;   /* rounds and received rows of the running operation that were drawn (rows.h) */
+  uint32_t sendersStarted;             /* blocks of senders of the running combine */
+  uint64_t profile;                    /* address of the area of profile_layout.h; 0: the group is not profiled */
 } epGroupState;
 
 /* An operation of dispatch or combine works on a slot: a window of the group's layout, and a state with generations of its own. Whole ones

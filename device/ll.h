@@ -33,7 +33,8 @@ DEV epGroupState *ep_ll_first_state(const epGroupArgs &g) { return (epGroupState
 /* What a block knows of its operation. `ticket`: blocks that had read the generation before this one (thread 0). */
 struct epLlOp {
   uint32_t gen, ticket;
-  bool lost; /* a wait of this operation or of one before gave up: the record may be half made, and nothing may be moved along it */
+  bool
+      lost; /* a wait of this operation or of one before gave up: the record may be half made, and nothing may be moved along it */
 };
 
 /* Shared memory: the generation and whether the group is lost, window addresses, the kernel's table. */
@@ -47,7 +48,8 @@ template <class C> DEV uint32_t ep_ll_table(const C c, uint32_t i) { return ep_l
 #define EP_LL_FAR 1u
 template <class C> DEV uint64_t ep_ll_window_of(const C c, const epGroupArgs &g, uint32_t rank) {
   if (c.mask && p::ld_relaxed_sys(ep_mask_words(c, g).left + rank)) return 0;
-  if (c.mask && ep_is_far(c, g, rank)) return p::ld_relaxed_sys(ep_mask_words(c, g).left + ep_bringer(c, g, rank)) ? 0 : EP_LL_FAR;
+  if (c.mask && ep_is_far(c, g, rank))
+    return p::ld_relaxed_sys(ep_mask_words(c, g).left + ep_bringer(c, g, rank)) ? 0 : EP_LL_FAR;
   return p::ldg<uint64_t>(g.windows + rank);
 }
 template <class C> DEV bool ep_ll_left_out(const C c, uint32_t rank) { return c.mask && !ep_ll_window(rank); }
@@ -70,19 +72,16 @@ template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epG
   if (t == 0) {
     gen = p::ld_relaxed_sys(&state->stageGen);
     lost = p::ld_relaxed_sys(&state->aborted);
-    if (c.part != EP_PART_WHOLE)
-      lost |= p::ld_relaxed_sys(&ep_ll_first_state(g)->aborted);
+    if (c.part != EP_PART_WHOLE) lost |= p::ld_relaxed_sys(&ep_ll_first_state(g)->aborted);
   }
-  if (t < c.ranks)
-    window = ep_ll_window_of(c, g, t);
+  if (t < c.ranks) window = ep_ll_window_of(c, g, t);
   ask();
   if (t == 0) {
     p::sts<uint32_t>(p::smem_base(), 0);
     p::sts<uint32_t>(ep_ll_gen_at(), gen + 1); /* nothing before here waits for it */
     p::sts<uint32_t>(ep_ll_gen_at() + 4, lost);
   }
-  if (t < c.ranks)
-    p::sts<uint64_t>(ep_ll_window_at(t), window);
+  if (t < c.ranks) p::sts<uint64_t>(ep_ll_window_at(t), window);
 #pragma unroll 1
   for (uint32_t r = t + c.threads; r < c.ranks; r += c.threads)
     p::sts<uint64_t>(ep_ll_window_at(r), ep_ll_window_of(c, g, r));
@@ -97,22 +96,19 @@ template <class C, class A, class K> DEV epLlOp ep_ll_begin(const C c, const epG
 /* The next kernel's blocks may take their places; across scale-up domains not before this one's end, as the network may need places, too:
  * where a thread of the host serves it, small copies between GPUs can be kernels of the driver's. */
 template <class C> DEV void ep_ll_launch(const C c) {
-  if (!c.scaleUp)
-    p::grid_launch();
+  if (!c.scaleUp) p::grid_launch();
 }
 
 /* Whole block, once: all threads are ok. */
 DEV bool ep_ll_agrees(bool ok) {
-  if (!ok)
-    p::sts<uint32_t>(p::smem_base(), 1);
+  if (!ok) p::sts<uint32_t>(p::smem_base(), 1);
   p::sync_threads();
   return p::lds<uint32_t>(p::smem_base()) == 0;
 }
 
 template <class F> DEV uint32_t ep_ll_over_warp(uint32_t v, F join) {
 #pragma unroll 1
-  for (uint32_t x = 16; x; x >>= 1)
-    v = join(v, p::shfl_xor(p::FULL, v, x));
+  for (uint32_t x = 16; x; x >>= 1) v = join(v, p::shfl_xor(p::FULL, v, x));
   return v;
 }
 
@@ -122,8 +118,7 @@ DEV uint32_t ep_ll_same(bool there, uint32_t key, uint32_t bound) {
   uint32_t same = p::ballot(p::FULL, there);
 #pragma unroll
   for (uint32_t b = 0; b < 32; b++) {
-    if ((bound - 1) >> b == 0)
-      break;
+    if ((bound - 1) >> b == 0) break;
     uint32_t set = p::ballot(p::FULL, key >> b & 1);
     same &= key >> b & 1 ? set : ~set;
   }
@@ -156,14 +151,11 @@ template <class C> DEV void ep_ll_end(const C c, const epGroupArgs &g, const epL
   epGroupState *state = ep_state(g);
   if (c.part != EP_PART_WHOLE) {
     p::sync_threads(); /* all of the block's waits have ended */
-    if (p::tid() == 0 && p::ld_relaxed_sys(&state->aborted))
-      p::st_relaxed_sys(&ep_ll_first_state(g)->aborted, 1);
+    if (p::tid() == 0 && p::ld_relaxed_sys(&state->aborted)) p::st_relaxed_sys(&ep_ll_first_state(g)->aborted, 1);
   }
-  if (p::tid() != 0 || op.ticket != blocks - 1)
-    return;
+  if (p::tid() != 0 || op.ticket != blocks - 1) return;
   p::st_relaxed_sys(&state->stageDone, 0);
-  if (c.part != EP_PART_SEND)
-    p::st_relaxed_sys(&state->stageGen, op.gen);
+  if (c.part != EP_PART_SEND) p::st_relaxed_sys(&state->stageGen, op.gen);
 }
 
 /* What the operation is (kind_layout.h). A combine goes along what a dispatch left in the record. */
@@ -189,7 +181,8 @@ template <class C> DEV void ep_ll_greet(const C c, const epGroupArgs &g, const e
       p::st_release_sys((uint32_t *)(ep_ll_window(r) + w.begun) + g.rank, op.gen);
 }
 template <class C> DEV void ep_ll_greet_far(const epLlOneDomain &, const C, const epGroupArgs &) {}
-template <class C> DEV void ep_ll_greeted_far(const epLlOneDomain &, const C, const epGroupArgs &, const epLlOp &, uint32_t) {}
+template <class C>
+DEV void ep_ll_greeted_far(const epLlOneDomain &, const C, const epGroupArgs &, const epLlOp &, uint32_t) {}
 
 /* The last block of a sending part. */
 template <class C, class A, class N> DEV void ep_ll_greeter(const C c, const A &a, const N &net) {
@@ -209,15 +202,15 @@ DEV void ep_ll_greeted(const C c, const epGroupArgs &g, const epLlWindowLayout &
   const uint32_t *begun = (const uint32_t *)(ep_ll_window(g.rank) + w.begun);
 #pragma unroll 1
   for (uint32_t r = p::lane(); r < c.ranks && c.bug != EP_BUG_NO_CREDIT; r += 32)
-    if (r != g.rank && !ep_ll_left_out(c, r) && !ep_ll_far(c, r) && !ep_await_flag(c, g, begun + r, op.gen, phase, r) && ep_stopped(c, g))
+    if (r != g.rank && !ep_ll_left_out(c, r) && !ep_ll_far(c, r) && !ep_await_flag(c, g, begun + r, op.gen, phase, r) &&
+        ep_stopped(c, g))
       return;
 }
 
 /* The last warp of a block that waits for no later one of this rank, at its start: the domain's peers may know which operation this is
  * (kind_layout.h). */
 template <class C, class A> DEV_APART void ep_ll_tell_kind(const C c, const A &a, const epLlOp &op, uint32_t kind) {
-  if (p::warp() != c.threads / 32 - 1)
-    return;
+  if (p::warp() != c.threads / 32 - 1) return;
 #pragma unroll 1
   for (uint32_t r = p::lane(); r < c.ranks; r += 32)
     if (r != a.group.rank && !ep_ll_left_out(c, r) && !ep_ll_far(c, r))
@@ -225,7 +218,8 @@ template <class C, class A> DEV_APART void ep_ll_tell_kind(const C c, const A &a
 }
 
 /* The same warp, when it has nothing else to do: looks at what they say. To wait for it holds a rank back as greetings do. */
-template <class C, class A> DEV_APART void ep_ll_compare_kinds(const C c, const A &a, const epLlOp &op, uint32_t kernel, uint32_t kind) {
+template <class C, class A>
+DEV_APART void ep_ll_compare_kinds(const C c, const A &a, const epLlOp &op, uint32_t kernel, uint32_t kind) {
   uint32_t ups = c.scaleUp ? c.scaleUp : c.ranks, first = a.group.rank / ups * ups;
   if (p::warp() == c.threads / 32 - 1 && c.bug != EP_BUG_NO_CREDIT)
     ep_greeted(c, a.group, first, first + ups, op.gen, kind,
@@ -241,8 +235,7 @@ template <class C, class A> DEV_APART void ep_ll_compare_kinds(const C c, const 
  * head's if HEAD. */
 template <int N, class F> DEV void ep_ll_look(const epLlOp &op, uint32_t wanted, F at, uint4 *x) {
 #pragma unroll
-  for (int i = 0; i < N; i++)
-    x[i] = wanted >> i & 1 ? p::ld_relaxed_sys128(at(i)) : ep_ll_unit(op.gen, 0, 0, 0);
+  for (int i = 0; i < N; i++) x[i] = wanted >> i & 1 ? p::ld_relaxed_sys128(at(i)) : ep_ll_unit(op.gen, 0, 0, 0);
 }
 template <int N, bool HEAD> DEV uint32_t ep_ll_missing(const epLlOp &op, const uint4 *x) {
   uint32_t missing = 0;
@@ -256,8 +249,8 @@ enum { EP_LL_CAME = 0, EP_LL_ABSENT, EP_LL_GAVE_UP };
 
 /* Whole warp: looks until every unit has come, or absent(), asked in each lane that lacks one, says that none will. */
 template <int N, bool HEAD, class C, class F, class G>
-DEV int ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, bool narrow, uint32_t phase, uint32_t peer, F at,
-                     uint4 *x, G absent) {
+DEV int ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, bool narrow, uint32_t phase, uint32_t peer,
+                     F at, uint4 *x, G absent) {
   uint64_t start = 0;
   epPatience patience = {};
   int result = EP_LL_CAME;
@@ -275,12 +268,9 @@ DEV int ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, bool nar
     }
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (missing >> i & 1)
-        seen = x[i].x;
-    if (round == 0)
-      patience.start = start = p::globaltimer();
-    if (round == 0 && c.mask)
-      ep_wait_begins(c, g, patience);
+      if (missing >> i & 1) seen = x[i].x;
+    if (round == 0) patience.start = start = p::globaltimer();
+    if (round == 0 && c.mask) ep_wait_begins(c, g, patience);
     bool masked = c.mask && round == 0 && peer != g.rank && ep_masked(c, g, peer);
     if (masked || (c.mask ? ep_peer_give_up(c, g, patience, round, phase, peer, op.gen, seen)
                           : ep_give_up(g, start, round, phase, peer, op.gen, seen))) {
@@ -289,8 +279,7 @@ DEV int ep_ll_settle(const C c, const epGroupArgs &g, const epLlOp &op, bool nar
     }
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (missing >> i & 1 && (i == 0 || !(narrow && missing & 1)))
-        x[i] = p::ld_relaxed_sys128(at(i));
+      if (missing >> i & 1 && (i == 0 || !(narrow && missing & 1))) x[i] = p::ld_relaxed_sys128(at(i));
   }
   return p::ballot(p::FULL, result == EP_LL_GAVE_UP)  ? EP_LL_GAVE_UP
          : p::ballot(p::FULL, result == EP_LL_ABSENT) ? EP_LL_ABSENT
@@ -331,16 +320,14 @@ DEV void ep_ll_load_any(const uint8_t *from, uint32_t bytes, uint4 *v) {
 DEV void ep_ll_confirm(const uint8_t *from, uint32_t bytes) {
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
-    if (ep_ll_has(i, bytes))
-      p::confirm(from + 16 * p::lane() + EP_STRIP_STEP * i, 16);
+    if (ep_ll_has(i, bytes)) p::confirm(from + 16 * p::lane() + EP_STRIP_STEP * i, 16);
 }
 
 DEV void ep_ll_store(uint8_t *to, uint32_t bytes, const uint4 *v) {
   to += 16 * p::lane();
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
-    if (ep_ll_has(i, bytes))
-      p::stg<uint4>(to + EP_STRIP_STEP * i, v[i]);
+    if (ep_ll_has(i, bytes)) p::stg<uint4>(to + EP_STRIP_STEP * i, v[i]);
 }
 
 /* The lane's units of a strip that hold bytes of the row: a bit each. */
@@ -353,7 +340,9 @@ DEV uint32_t ep_ll_wanted(uint32_t bytes) {
 }
 
 /* Words of data from `at` on that begin `shift` bits, 0 or 16, into a word. */
-DEV uint32_t ep_ll_funnel(uint32_t lo, uint32_t hi, uint32_t shift) { return (uint32_t)(((uint64_t)hi << 32 | lo) >> shift); }
+DEV uint32_t ep_ll_funnel(uint32_t lo, uint32_t hi, uint32_t shift) {
+  return (uint32_t)(((uint64_t)hi << 32 | lo) >> shift);
+}
 
 /* Through the warp's strip of shared memory at `buffer`: vectors go in, units come out. A unit's 14 bytes begin in the middle of a
  * word in odd lanes: `shift`. */
@@ -368,12 +357,10 @@ DEV void ep_ll_to_units(uint32_t buffer, uint32_t gen, const uint4 *v, uint4 *u)
   uint32_t l = p::lane(), shift = (l & 1) * 16;
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
-    if (l < EP_STRIP_LANES)
-      p::sts<uint4>(buffer + 16 * l + EP_STRIP_STEP * i, v[i]);
+    if (l < EP_STRIP_LANES) p::sts<uint4>(buffer + 16 * l + EP_STRIP_STEP * i, v[i]);
   p::sync_warp();
 #pragma unroll
-  for (uint32_t i = 0; i < EP_STRIP_UNITS; i++)
-    u[i] = ep_ll_read_unit(buffer, gen, shift, i);
+  for (uint32_t i = 0; i < EP_STRIP_UNITS; i++) u[i] = ep_ll_read_unit(buffer, gen, shift, i);
   p::sync_warp();
 }
 
@@ -385,20 +372,17 @@ DEV void ep_ll_write_unit(uint32_t buffer, uint4 u, uint32_t i) {
   p::sts<uint32_t>(at, ep_ll_funnel(u.y, u.z, shift));
   p::sts<uint32_t>(at + 4, ep_ll_funnel(u.z, u.w, shift));
   p::sts<uint32_t>(at + 8, ep_ll_funnel(u.w, last, shift));
-  if (!odd)
-    p::sts<uint32_t>(at + 12, last | next << 16);
+  if (!odd) p::sts<uint32_t>(at + 12, last | next << 16);
 }
 /* `v` may be `u`. */
 DEV void ep_ll_to_vectors(uint32_t buffer, const uint4 *u, uint4 *v) {
   uint32_t l = p::lane();
 #pragma unroll
-  for (uint32_t i = 0; i < EP_STRIP_UNITS; i++)
-    ep_ll_write_unit(buffer, u[i], i);
+  for (uint32_t i = 0; i < EP_STRIP_UNITS; i++) ep_ll_write_unit(buffer, u[i], i);
   p::sync_warp();
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
-    if (l < EP_STRIP_LANES)
-      v[i] = p::lds<uint4>(buffer + 16 * l + EP_STRIP_STEP * i);
+    if (l < EP_STRIP_LANES) v[i] = p::lds<uint4>(buffer + 16 * l + EP_STRIP_STEP * i);
   p::sync_warp();
 }
 
@@ -408,8 +392,7 @@ DEV void ep_ll_send(uint8_t *to, uint32_t bytes, const uint4 *u) {
   to += 16 * p::lane();
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_UNITS; i++)
-    if (wanted >> i & 1)
-      p::st_relaxed_sys128(to + 512 * i, u[i]);
+    if (wanted >> i & 1) p::st_relaxed_sys128(to + 512 * i, u[i]);
 }
 
 template <class C> DEV uint32_t ep_ll_buffer(const C c, int kernelId) {
@@ -422,14 +405,12 @@ template <class C> DEV uint32_t ep_ll_travels(const C c) { return epLlTravels(c.
 /* Those from strip `s` on; no more than a strip's are of interest, so rows of whole pieces need no predicates. */
 template <class C> DEV uint32_t ep_ll_bytes(const C c, uint32_t s) {
   uint32_t all = ep_ll_travels(c);
-  if (all % (EP_LL_PIECE_STRIPS * EP_STRIP_DATA) == 0)
-    return EP_STRIP_DATA;
+  if (all % (EP_LL_PIECE_STRIPS * EP_STRIP_DATA) == 0) return EP_STRIP_DATA;
   return s * EP_STRIP_DATA < all ? all - s * EP_STRIP_DATA : 0;
 }
 
 DEV void ep_ll_counter(void *counter, uint32_t wide, uint32_t i, uint32_t value) {
-  if (!counter)
-    return;
+  if (!counter) return;
   bool adds = (wide & EP_COUNTER_ADDS) != 0;
   if (wide & 1)
     p::stg<int64_t>((int64_t *)counter + i, (int64_t)value + (adds ? p::ldg<int64_t>((int64_t *)counter + i) : 0));

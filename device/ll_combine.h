@@ -21,19 +21,18 @@
 /* Slots whose loads are on their way together: of a row that is sent; NVFP4 takes registers, too */
 #define EP_LL_SLOT_BATCH(c) (EP_NVFP4_KNOWN(c) ? 2 : 3)
 #define EP_LL_SHARE_BATCH 1 /* and of one that stays, which has more time */
-#define EP_LL_ROW_BATCH 2  /* the same of staged rows */
-#define EP_LL_ROW_UNITS(c) (EP_NVFP4_KNOWN(c) ? EP_NVFP4_UNITS : EP_STRIP_UNITS) /* of such a row's strip, a lane, at most */
+#define EP_LL_ROW_BATCH 2   /* the same of staged rows */
+#define EP_LL_ROW_UNITS(c) \
+  (EP_NVFP4_KNOWN(c) ? EP_NVFP4_UNITS : EP_STRIP_UNITS) /* of such a row's strip, a lane, at most */
 
 DEV void ep_ll_sum_zero(epLlSum &s) {
 #pragma unroll
-  for (int i = 0; i < EP_STRIP_VECTORS; i++)
-    ep_vec_zero(s.v[i]);
+  for (int i = 0; i < EP_STRIP_VECTORS; i++) ep_vec_zero(s.v[i]);
 }
 
 template <class C> DEV void ep_ll_sum_add(const C c, epLlSum &s, const uint4 *x) {
 #pragma unroll
-  for (int i = 0; i < EP_STRIP_VECTORS; i++)
-    ep_vec_add(c, s.v[i], x[i]);
+  for (int i = 0; i < EP_STRIP_VECTORS; i++) ep_vec_add(c, s.v[i], x[i]);
 }
 
 template <class C> DEV void ep_vec_fma(const C c, epVec &a, uint4 x, float weight) {
@@ -51,14 +50,12 @@ template <class C> DEV void ep_vec_fma(const C c, epVec &a, uint4 x, float weigh
 
 template <class C> DEV void ep_ll_sum_fma(const C c, epLlSum &s, const uint4 *x, float weight) {
 #pragma unroll
-  for (int i = 0; i < EP_STRIP_VECTORS; i++)
-    ep_vec_fma(c, s.v[i], x[i], weight);
+  for (int i = 0; i < EP_STRIP_VECTORS; i++) ep_vec_fma(c, s.v[i], x[i], weight);
 }
 
 template <class C> DEV void ep_ll_sum_round(const C c, const epLlSum &s, uint4 *out) {
 #pragma unroll
-  for (int i = 0; i < EP_STRIP_VECTORS; i++)
-    out[i] = ep_vec_round(c, s.v[i]);
+  for (int i = 0; i < EP_STRIP_VECTORS; i++) out[i] = ep_vec_round(c, s.v[i]);
 }
 
 template <class C> DEV const uint8_t *ep_ll_input(const C c, const epLlCombineArgs &a, uint32_t row, uint32_t strip) {
@@ -66,7 +63,8 @@ template <class C> DEV const uint8_t *ep_ll_input(const C c, const epLlCombineAr
 }
 
 /* Weights from `source`, in the window of rank `at`: apart by the group's top-k, as the operations before and behind may be of other handles. */
-template <class C> DEV uint64_t *ep_ll_weights(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t at, uint32_t source) {
+template <class C>
+DEV uint64_t *ep_ll_weights(const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t at, uint32_t source) {
   return (uint64_t *)(ep_ll_window(at) + a.window.weights) +
          (uint64_t)((op.gen & 1) * c.ranks + source) * a.group.maxTokens * a.group.windowTopk;
 }
@@ -83,7 +81,8 @@ template <class C> DEV uint32_t ep_ll_source_rows(const C c, uint32_t s) { retur
 #define EP_LL_WEIGHTS_AHEAD 2 /* of a thread, asked for at the start */
 
 /* Whole block: the weights for other domains' ranks, and from there. */
-template <class C> DEV void ep_ll_weights_far(const epLlOneDomain &, const C, const epLlCombineArgs &, const epLlOp &, uint32_t) {}
+template <class C>
+DEV void ep_ll_weights_far(const epLlOneDomain &, const C, const epLlCombineArgs &, const epLlOp &, uint32_t) {}
 
 /* Block 0: this rank's weights to the owners of their experts. It waits for nothing but what blocks 0 of its peers send at once. */
 template <class C, class N> DEV void ep_ll_send_weights(const C c, const epLlCombineArgs &a, const N &net) {
@@ -103,13 +102,11 @@ template <class C, class N> DEV void ep_ll_send_weights(const C c, const epLlCom
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ask(p::tid()); }, []() {});
   ep_ll_launch(c);
-  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
-    return ep_ll_end(c, a.group, op, a.blocks);
+  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a))) return ep_ll_end(c, a.group, op, a.blocks);
   ep_ll_tell_kind(c, a, op, kind);
 #pragma unroll 1
   for (uint32_t from = p::tid(); from < n; from += EP_LL_WEIGHTS_AHEAD * c.threads) {
-    if (from != p::tid())
-      ask(from);
+    if (from != p::tid()) ask(from);
 #pragma unroll
     for (uint32_t i = 0; i < EP_LL_WEIGHTS_AHEAD; i++) {
       uint32_t owner = (uint32_t)e[i] / (c.experts / c.ranks);
@@ -146,8 +143,7 @@ DEV bool ep_ll_weigh(const C c, const epLlCombineArgs &a, uint32_t slot, uint32_
         n &= n - 1;
       }
     }
-    if (first && p::ballot(p::FULL, !known(weight)))
-      return false;
+    if (first && p::ballot(p::FULL, !known(weight))) return false;
 #pragma unroll
     for (int b = 0; b < BATCH; b++) {
       if (m) {
@@ -187,8 +183,7 @@ struct epLlBack {
 /* Item i: row j of every other rank in turn. `rows`: bound of a source's rows. False: past the end. */
 template <class C> DEV bool ep_ll_back(const C c, const epLlCombineArgs &a, uint64_t i, uint32_t rows, epLlBack &x) {
   uint32_t strips = epLlStrips(c.rowBytes), q = (uint32_t)(i / strips);
-  if (i >= (uint64_t)rows * (c.ranks - 1) * strips)
-    return false;
+  if (i >= (uint64_t)rows * (c.ranks - 1) * strips) return false;
   x.strip = (uint32_t)(i % strips);
   x.j = q / (c.ranks - 1);
   x.s = (a.group.rank + 1 + q % (c.ranks - 1)) % c.ranks;
@@ -202,8 +197,7 @@ template <class C> DEV void ep_ll_back_ask(const C c, const epLlCombineArgs &a, 
   x.slot = EP_NONE;
   if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR) {
     ep_ll_load_any(ep_ll_input(c, a, (uint32_t)row, x.strip), ep_ll_bytes(c, x.strip), x.v);
-    EP_IF_NVFP4 (c)
-      x.scale = p::ldg_any<float>(a.scales + row);
+    EP_IF_NVFP4 (c) x.scale = p::ldg_any<float>(a.scales + row);
   } else if (p::lane() < c.topk)
     x.slot = p::ldg_any<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) + row * c.topk + p::lane());
 }
@@ -212,8 +206,7 @@ template <class C> DEV void ep_ll_back_confirm(const C c, const epLlCombineArgs 
   p::confirm((const uint32_t *)(a.record + a.recordLayout.recvToken) + row, 4);
   if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR) {
     ep_ll_confirm(ep_ll_input(c, a, (uint32_t)row, x.strip), ep_ll_bytes(c, x.strip));
-    EP_IF_NVFP4 (c)
-      p::confirm(a.scales + row, 4);
+    EP_IF_NVFP4 (c) p::confirm(a.scales + row, 4);
   } else if (p::lane() < c.topk)
     p::confirm((const uint32_t *)(a.record + a.recordLayout.recvSlot) + row * c.topk + p::lane(), 4);
 }
@@ -222,7 +215,8 @@ template <class C> DEV void ep_ll_back_confirm(const C c, const epLlCombineArgs 
  * domain that has this one's index: those of that domain have no other use for their regions there. */
 template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a, const epLlOp &op, epLlBack &x) {
   uint32_t me = a.group.rank, to = c.scaleUp ? me - me % c.scaleUp + x.s % c.scaleUp : x.s;
-  uint32_t writer = c.scaleUp ? x.s - x.s % c.scaleUp + me % c.scaleUp : me, buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE);
+  uint32_t writer = c.scaleUp ? x.s - x.s % c.scaleUp + me % c.scaleUp : me,
+           buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE);
   uint4 u[EP_STRIP_UNITS];
   epNvfp4Part part;
   if (c.layout != EP_LAYOUT_KIND_RANK_MAJOR) {
@@ -231,11 +225,9 @@ template <class C> DEV bool ep_ll_back_send(const C c, const epLlCombineArgs &a,
       return x.slot == EP_NONE ||
              ep_ll_await_word(c, a.group, op, words + p::lane(), EP_PHASE_COMBINE_ROWS, x.s, &weight);
     };
-    if (!ep_ll_weigh<EP_LL_SLOT_BATCH(c)>(c, a, x.slot, x.strip, known, x.v, part))
-      return false;
+    if (!ep_ll_weigh<EP_LL_SLOT_BATCH(c)>(c, a, x.slot, x.strip, known, x.v, part)) return false;
   } else {
-    EP_IF_NVFP4 (c)
-      ep_ll_single(c, x.v, x.scale, part);
+    EP_IF_NVFP4 (c) ep_ll_single(c, x.v, x.scale, part);
   }
   EP_IF_NVFP4 (c)
     ep_nvfp4_to_units(buffer, op.gen, part, ep_ll_wanted(ep_ll_part_bytes(c, x.strip)), u);
@@ -258,27 +250,20 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, ui
   epLlOp op = ep_ll_begin(
       c, a.group,
       [&]() {
-        if (t < c.ranks)
-          count = p::ldg_any<uint32_t>(recvCount + t);
-        if (inside)
-          ep_ll_back_ask(c, a, x);
-        if (tells)
-          kind = ep_ll_kind(c, a, EP_KERNEL_LL_COMBINE);
+        if (t < c.ranks) count = p::ldg_any<uint32_t>(recvCount + t);
+        if (inside) ep_ll_back_ask(c, a, x);
+        if (tells) kind = ep_ll_kind(c, a, EP_KERNEL_LL_COMBINE);
       },
       [&]() {
-        if (t < c.ranks)
-          p::sts<uint32_t>(ep_ll_table(c, t), count);
+        if (t < c.ranks) p::sts<uint32_t>(ep_ll_table(c, t), count);
 #pragma unroll 1
         for (uint32_t r = t + c.threads; r < c.ranks; r += c.threads)
           p::sts<uint32_t>(ep_ll_table(c, r), p::ldg_any<uint32_t>(recvCount + r));
       });
   ep_ll_launch(c);
-  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
-    return ep_ll_end(c, a.group, op, a.blocks);
-  if (tells)
-    ep_ll_tell_kind(c, a, op, kind);
-  if (t < c.ranks)
-    p::confirm(recvCount + t, 4);
+  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a))) return ep_ll_end(c, a.group, op, a.blocks);
+  if (tells) ep_ll_tell_kind(c, a, op, kind);
+  if (t < c.ranks) p::confirm(recvCount + t, 4);
 #pragma unroll 1
   for (uint32_t s = 0; s < c.ranks; s++) {
     uint32_t n = s == a.group.rank ? 0 : ep_ll_source_rows(c, s);
@@ -286,16 +271,12 @@ template <class C> DEV void ep_ll_return(const C c, const epLlCombineArgs &a, ui
   }
 #pragma unroll 1
   for (uint64_t i = index; ep_ll_back(c, a, i, most, x); i += warps) {
-    if (x.j >= ep_ll_source_rows(c, x.s) || ep_ll_left_out(c, x.s))
-      continue;
-    if (i != index)
-      ep_ll_back_ask(c, a, x);
+    if (x.j >= ep_ll_source_rows(c, x.s) || ep_ll_left_out(c, x.s)) continue;
+    if (i != index) ep_ll_back_ask(c, a, x);
     ep_ll_back_confirm(c, a, x);
-    if (!ep_ll_back_send(c, a, op, x) && ep_stopped(c, a.group))
-      break;
+    if (!ep_ll_back_send(c, a, op, x) && ep_stopped(c, a.group)) break;
   }
-  if (tells && c.part == EP_PART_WHOLE)
-    ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_COMBINE, kind);
+  if (tells && c.part == EP_PART_WHOLE) ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_COMBINE, kind);
   ep_ll_end(c, a.group, op, a.blocks);
 }
 
@@ -309,8 +290,7 @@ DEV void ep_ll_share(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t r
   if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR) {
     uint32_t from = p::ffs(p::ballot(p::FULL, row != EP_NONE)) - 1;
     ep_ll_load(ep_ll_input(c, a, p::shfl(p::FULL, row, from), strip), ep_ll_bytes(c, strip), out);
-    EP_IF_NVFP4 (c)
-      ep_ll_single(c, out, p::ldg<float>(a.scales + p::shfl(p::FULL, row, from)), part);
+    EP_IF_NVFP4 (c) ep_ll_single(c, out, p::ldg<float>(a.scales + p::shfl(p::FULL, row, from)), part);
     return;
   }
   uint32_t mine = row == EP_NONE ? 0 : p::as_u32(p::ldg<float>(a.weights + (uint64_t)t * c.topk + p::lane()));
@@ -323,7 +303,8 @@ DEV void ep_ll_share(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t r
 
 /* The same, quantised, into shared memory at `to`; its registers are not the caller's. */
 template <class C>
-DEV_APART void ep_ll_share_nvfp4(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t row, uint32_t strip, uint32_t to) {
+DEV_APART void ep_ll_share_nvfp4(const C c, const epLlCombineArgs &a, uint32_t t, uint32_t row, uint32_t strip,
+                                 uint32_t to) {
   uint4 v[EP_STRIP_VECTORS];
   epNvfp4Part part;
   ep_ll_share(c, a, t, row, strip, v, part);
@@ -343,7 +324,9 @@ struct epLlToken {
 template <class C> DEV epLlToken ep_ll_token_ask(const C c, const epLlCombineArgs &a, uint32_t t) {
   epLlToken x;
   uint32_t l = p::lane();
-  x.expert = l < c.topk ? p::ldg_any<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l) : -1;
+  x.expert = l < c.topk
+                 ? p::ldg_any<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l)
+                 : -1;
   x.row = p::ldg_any<uint32_t>((const uint32_t *)(a.record + a.recordLayout.sendRow) + t);
   return x;
 }
@@ -353,22 +336,25 @@ DEV uint32_t ep_ll_writer(const epLlOneDomain &, uint32_t owner) { return owner;
 /* Nobody will have the sum, so rows for it need not come. */
 template <class N, class C> DEV bool ep_ll_unwanted(const N &, const C, const epGroupArgs &) { return false; }
 template <class C>
-DEV bool ep_ll_reduced(const epLlOneDomain &, const C c, const epLlCombineArgs &a, const epLlOp &, uint32_t t, uint32_t strip,
-                       uint32_t bytes, const epLlToken &, const uint4 *out) {
+DEV bool ep_ll_reduced(const epLlOneDomain &, const C c, const epLlCombineArgs &a, const epLlOp &, uint32_t t,
+                       uint32_t strip, uint32_t bytes, const epLlToken &, const uint4 *out) {
   ep_ll_store(a.outTokens + (uint64_t)t * c.rowBytes + strip * EP_STRIP_DATA, bytes, out);
   return true;
 }
 
 /* A warp: one strip of token t, in several domains of this one's rows. False: gave up. */
 template <int ROWS, class C, class N>
-DEV bool ep_ll_reduce(const N &net, const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip, epLlToken x) {
+DEV bool ep_ll_reduce(const N &net, const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t, uint32_t strip,
+                      epLlToken x) {
   uint32_t l = p::lane(), me = a.group.rank, B = a.group.maxTokens, row = EP_NONE;
-  uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE), wanted = ep_ll_wanted(ep_ll_part_bytes(c, strip));
+  uint32_t bytes = ep_ll_bytes(c, strip), buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE),
+           wanted = ep_ll_wanted(ep_ll_part_bytes(c, strip));
   if (l < c.topk && N::shares)
     p::confirm((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)t * c.topk + l, 4);
   uint32_t owner = x.expert >= 0 ? (uint32_t)x.expert / (c.experts / c.ranks) : EP_NONE;
   uint32_t mates = ep_ll_same(x.expert >= 0, owner, c.ranks);
-  bool last = x.expert >= 0 && (mates >> l) == 1 && !ep_ll_left_out(c, owner) && !ep_ll_far(c, owner); /* highest k of its rank: there the rank's sum enters */
+  bool last = x.expert >= 0 && (mates >> l) == 1 && !ep_ll_left_out(c, owner) &&
+              !ep_ll_far(c, owner); /* highest k of its rank: there the rank's sum enters */
   uint32_t ends = p::ballot(p::FULL, last), own = p::ballot(p::FULL, last && owner == me && N::shares);
   uint64_t address = 0;
   if (owner == me && N::shares) {
@@ -376,9 +362,11 @@ DEV bool ep_ll_reduce(const N &net, const C c, const epLlCombineArgs &a, const e
     if (c.layout == EP_LAYOUT_KIND_RANK_MAJOR)
       row = last ? me * B + x.row : EP_NONE;
     else
-      row = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) + ((uint64_t)me * B + x.row) * c.topk + l);
+      row = p::ldg<uint32_t>((const uint32_t *)(a.record + a.recordLayout.recvSlot) +
+                             ((uint64_t)me * B + x.row) * c.topk + l);
   } else if (last) {
-    address = (uint64_t)(ep_ll_window(me) + epLlStageRow(&a.window, c.ranks, B, op.gen, me, ep_ll_writer(net, owner), t));
+    address =
+        (uint64_t)(ep_ll_window(me) + epLlStageRow(&a.window, c.ranks, B, op.gen, me, ep_ll_writer(net, owner), t));
   }
   if (own) { /* kept beside the strip: registers are short */
     uint4 share[EP_STRIP_VECTORS];
@@ -418,13 +406,11 @@ DEV bool ep_ll_reduce(const N &net, const C c, const epLlCombineArgs &a, const e
         }
       } else if (m) {
         uint32_t from = p::ffs(m) - 1;
-        int came = ep_ll_settle<EP_LL_ROW_UNITS(c), false>(c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_COMBINE_ROWS,
-                                                       p::shfl(p::FULL, owner, from),
-                                                       ep_ll_unit_at(ep_ll_from(address, from), strip), y[b],
-                                                       [&]() { return ep_ll_unwanted(net, c, a.group); });
+        int came = ep_ll_settle<EP_LL_ROW_UNITS(c), false>(
+            c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_COMBINE_ROWS, p::shfl(p::FULL, owner, from),
+            ep_ll_unit_at(ep_ll_from(address, from), strip), y[b], [&]() { return ep_ll_unwanted(net, c, a.group); });
         if (came != EP_LL_CAME) {
-          if (c.mask && came == EP_LL_GAVE_UP)
-            ep_ll_lose(c, a.group, op, p::shfl(p::FULL, owner, from));
+          if (c.mask && came == EP_LL_GAVE_UP) ep_ll_lose(c, a.group, op, p::shfl(p::FULL, owner, from));
           return false;
         }
         EP_IF_NVFP4 (c) {
@@ -453,13 +439,11 @@ template <class C, class N> DEV void ep_ll_reduce_all(const C c, const epLlCombi
   epLlOp op = ep_ll_begin(
       c, a.group,
       [&]() {
-        if (index < items)
-          x = ep_ll_token_ask(c, a, index / strips);
+        if (index < items) x = ep_ll_token_ask(c, a, index / strips);
       },
       []() {});
   ep_ll_launch(c);
-  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a)))
-    return ep_ll_end(c, a.group, op, a.blocks);
+  if (op.lost || !ep_record_current(c, a.group, ep_ll_header(a))) return ep_ll_end(c, a.group, op, a.blocks);
   if (c.part == EP_PART_WHOLE && index == warps - 1) {
     ep_ll_greet(c, a.group, a.window, op);
     ep_ll_greet_far(net, c, a.group);
@@ -468,12 +452,10 @@ template <class C, class N> DEV void ep_ll_reduce_all(const C c, const epLlCombi
     ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_COMBINE, ep_ll_kind(c, a, EP_KERNEL_LL_COMBINE));
 #pragma unroll 1
   for (uint32_t i = index; i < items; i += warps) {
-    if (i != index)
-      x = ep_ll_token_ask(c, a, i / strips);
+    if (i != index) x = ep_ll_token_ask(c, a, i / strips);
     bool ok = c.ranks > 2 && !c.scaleUp ? ep_ll_reduce<EP_LL_ROW_BATCH>(net, c, a, op, i / strips, i % strips, x)
-                          : ep_ll_reduce<1>(net, c, a, op, i / strips, i % strips, x);
-    if (!ok && ep_stopped(c, a.group))
-      break;
+                                        : ep_ll_reduce<1>(net, c, a, op, i / strips, i % strips, x);
+    if (!ok && ep_stopped(c, a.group)) break;
   }
   if (index == warps - 1) {
     ep_ll_greeted(c, a.group, a.window, op, EP_PHASE_COMBINE_CREDIT);
@@ -494,8 +476,7 @@ template <class C, class N> DEV_APART void ep_ll_reduce_again(const C c, const e
     epLlToken x = ep_ll_token_ask(c, a, i / strips);
     bool had = x.expert >= 0 &&
                p::ld_relaxed_sys(lost + ep_returner(c, a.group, (uint32_t)x.expert / (c.experts / c.ranks))) == op.gen;
-    if (p::ballot(p::FULL, had))
-      ep_ll_reduce<1>(net, c, a, op, i / strips, i % strips, x);
+    if (p::ballot(p::FULL, had)) ep_ll_reduce<1>(net, c, a, op, i / strips, i % strips, x);
   }
 }
 
@@ -511,8 +492,7 @@ template <class C> DEV void ep_ll_combine(const C c, const epLlCombineArgs &a) {
     ep_ll_send_weights(c, a, net);
   else
     ep_ll_return(c, a, a.pushBlocks);
-  if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
-    ep_ll_reduce_again(c, a, net);
+  if (c.mask && ep_ll_repairs(c, a.group, a.blocks)) ep_ll_reduce_again(c, a, net);
   ep_profile_end(profile, p::bid() >= a.pushBlocks ? EP_SPAN_RECEIVE : EP_SPAN_SEND, a.blocks);
 }
 

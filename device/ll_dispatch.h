@@ -50,7 +50,7 @@ template <class C> DEV epLlRaw ep_ll_ask_tokens(const C c, const epLlDecisions &
 /* What one lane knows of its decision. */
 struct epLlRoute {
   uint32_t expert, owner;
-  bool valid, first;         /* first: first k of its token at this owner */
+  bool valid, first;        /* first: first k of its token at this owner */
   uint32_t mates, rankMask; /* lanes of the same token and owner; first lanes of the owner */
 };
 
@@ -72,7 +72,9 @@ template <class C> DEV epLlRoute ep_ll_route(const C c, const epLlDecisions &d, 
 /* Shared memory: sums of entries by expert, then of rows by rank; then word i of the counts as they come. */
 template <class C> DEV uint32_t ep_ll_sum(const C c, uint32_t i) { return ep_ll_table(c, i); }
 template <class C> DEV uint32_t ep_ll_rows_sum(const C c, uint32_t rank) { return ep_ll_sum(c, c.experts + rank); }
-template <class C> DEV uint32_t ep_ll_count_at(const C c, uint32_t i) { return ep_ll_table(c, c.experts + c.ranks + i); }
+template <class C> DEV uint32_t ep_ll_count_at(const C c, uint32_t i) {
+  return ep_ll_table(c, c.experts + c.ranks + i);
+}
 
 template <class C> DEV void ep_ll_zero_sums(const C c, bool entries) {
 #pragma unroll 1
@@ -89,29 +91,27 @@ struct epLlAhead {
 template <class C> DEV uint32_t ep_ll_pass(const C c, uint32_t from, uint32_t pass) {
   return from + (pass * (c.threads / 32) + p::warp()) * ep_ll_tokens_a_warp(c);
 }
-template <class C> DEV void ep_ll_ask_ahead(const C c, const epLlDecisions &d, uint32_t from, uint32_t to, epLlAhead &x) {
+template <class C>
+DEV void ep_ll_ask_ahead(const C c, const epLlDecisions &d, uint32_t from, uint32_t to, epLlAhead &x) {
 #pragma unroll
-  for (uint32_t i = 0; i < EP_LL_AHEAD; i++)
-    x.raw[i] = ep_ll_ask_tokens(c, d, ep_ll_pass(c, from, i), to);
+  for (uint32_t i = 0; i < EP_LL_AHEAD; i++) x.raw[i] = ep_ll_ask_tokens(c, d, ep_ll_pass(c, from, i), to);
 }
 
 /* A warp: adds its tokens' decisions to the sums. Which warp adds what does not matter. */
 template <class C> DEV void ep_ll_add(const C c, const epLlDecisions &d, bool entries, epLlRaw raw) {
   epLlRoute r = ep_ll_route(c, d, raw);
-  if (entries && r.valid)
-    p::sadd(ep_ll_sum(c, r.expert), 1);
-  if (r.first && (r.rankMask & ep_lanes_below()) == 0)
-    p::sadd(ep_ll_rows_sum(c, r.owner), p::popc(r.rankMask));
+  if (entries && r.valid) p::sadd(ep_ll_sum(c, r.expert), 1);
+  if (r.first && (r.rankMask & ep_lanes_below()) == 0) p::sadd(ep_ll_rows_sum(c, r.owner), p::popc(r.rankMask));
 }
 
 /* Whole block: the decisions of tokens [from, to); use(t, raw) sees them, too. */
 template <class C, class F>
-DEV void ep_ll_count(const C c, const epLlDecisions &d, bool entries, uint32_t from, uint32_t to, const epLlAhead &ahead, F use) {
+DEV void ep_ll_count(const C c, const epLlDecisions &d, bool entries, uint32_t from, uint32_t to,
+                     const epLlAhead &ahead, F use) {
 #pragma unroll
   for (uint32_t i = 0; i < EP_LL_AHEAD; i++) {
     uint32_t t = ep_ll_pass(c, from, i);
-    if (t >= to)
-      return;
+    if (t >= to) return;
     use(t, ahead.raw[i]);
     ep_ll_add(c, d, entries, ahead.raw[i]);
   }
@@ -127,7 +127,8 @@ DEV void ep_ll_count(const C c, const epLlDecisions &d, bool entries, uint32_t f
 /* ---- Clerk --------------------------------------------------------------------------------------------------------- */
 
 /* Words of all sources, L + 1 a source: entries for each of this rank's experts, then rows. */
-template <class C> DEV uint64_t *ep_ll_counts(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t at, uint32_t source) {
+template <class C>
+DEV uint64_t *ep_ll_counts(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t at, uint32_t source) {
   return (uint64_t *)(ep_ll_window(at) + a.window.counts) +
          (uint64_t)((op.gen & 1) * c.ranks + source) * (c.experts / c.ranks + 1);
 }
@@ -137,8 +138,7 @@ template <class C> DEV void ep_ll_send_counts(const C c, const epLlDispatchArgs 
 #pragma unroll 1
   for (uint32_t i = p::tid(); i < c.experts + c.ranks; i += c.threads) {
     uint32_t dst = i < c.experts ? i / locals : i - c.experts, word = i < c.experts ? i % locals : locals;
-    if (ep_ll_left_out(c, dst) || ep_ll_far(c, dst))
-      continue;
+    if (ep_ll_left_out(c, dst) || ep_ll_far(c, dst)) continue;
     p::st_relaxed_sys(ep_ll_counts(c, a, op, dst, a.group.rank) + word,
                       (uint64_t)op.gen << 32 | p::lds<uint32_t>(ep_ll_sum(c, i)));
   }
@@ -153,8 +153,7 @@ template <class C> DEV bool ep_ll_gather_living(const C c, const epLlDispatchArg
   bool ok = true;
   p::sync_threads();
 #pragma unroll 1
-  for (uint32_t s = p::tid(); s < c.ranks; s += c.threads)
-    p::sts<uint32_t>(ep_ll_rows_sum(c, s), 0);
+  for (uint32_t s = p::tid(); s < c.ranks; s += c.threads) p::sts<uint32_t>(ep_ll_rows_sum(c, s), 0);
   p::sync_threads();
 #pragma unroll 1
   for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
@@ -165,17 +164,14 @@ template <class C> DEV bool ep_ll_gather_living(const C c, const epLlDispatchArg
     }
     p::sts<uint32_t>(ep_ll_count_at(c, i), v);
   }
-  if (!ep_block_agrees(ok))
-    return false;
+  if (!ep_block_agrees(ok)) return false;
 #pragma unroll 1
   for (uint32_t i = p::tid(); i < c.ranks * words; i += c.threads) {
-    if (p::lds<uint32_t>(ep_ll_rows_sum(c, i / words)))
-      p::sts<uint32_t>(ep_ll_count_at(c, i), 0);
+    if (p::lds<uint32_t>(ep_ll_rows_sum(c, i / words))) p::sts<uint32_t>(ep_ll_count_at(c, i), 0);
     p::stg<uint32_t>(told + i, p::lds<uint32_t>(ep_ll_count_at(c, i)));
   }
   p::sync_threads();
-  if (p::tid() == 0)
-    p::st_release_gpu(&ep_mask_slot(c, a.group)->verdict, op.gen);
+  if (p::tid() == 0) p::st_release_gpu(&ep_mask_slot(c, a.group)->verdict, op.gen);
   return true;
 }
 
@@ -214,11 +210,9 @@ template <class C> DEV void ep_ll_tell_counts(const C c, const epLlDispatchArgs 
   for (uint32_t e = p::tid(); e < locals; e += c.threads) {
     uint32_t total = 0;
 #pragma unroll 1
-    for (uint32_t s = 0; s < c.ranks; s++)
-      total += ep_ll_entries(c, s, e);
+    for (uint32_t s = 0; s < c.ranks; s++) total += ep_ll_entries(c, s, e);
     ep_ll_counter(a.expertCounters, a.expertCountersWide, e, total);
-    if (major && total > c.ranks * B)
-      p::st_relaxed_sys(&a.group.error->overflowNeeded, total);
+    if (major && total > c.ranks * B) p::st_relaxed_sys(&a.group.error->overflowNeeded, total);
   }
 #pragma unroll 1
   for (uint32_t s = p::tid(); s < c.ranks; s += c.threads) {
@@ -231,8 +225,7 @@ template <class C> DEV void ep_ll_tell_counts(const C c, const epLlDispatchArgs 
     for (uint32_t i = p::lane(); i < c.ranks * (locals + 1); i += 32)
       total += (i % (locals + 1) == locals) != major ? p::lds<uint32_t>(ep_ll_count_at(c, i)) : 0;
     total = ep_ll_over_warp(total, [](uint32_t x, uint32_t y) { return x + y; });
-    if (p::lane() == 0)
-      ep_ll_counter(a.recvTotal, a.recvTotalWide, 0, total);
+    if (p::lane() == 0) ep_ll_counter(a.recvTotal, a.recvTotalWide, 0, total);
   }
 #pragma unroll 1
   for (uint32_t s = 0; s < c.ranks && !major; s++)
@@ -245,19 +238,22 @@ template <class C> DEV void ep_ll_tell_counts(const C c, const epLlDispatchArgs 
 template <class C> DEV void ep_ll_keep(const C c, const epLlDispatchArgs &a, uint32_t t, uint32_t end, epLlRaw raw) {
   uint32_t l = p::lane(), i = t * c.topk + l;
   bool valid = ep_ll_valid(c, a.decisions, raw);
-  if (l >= ep_ll_tokens_a_warp(c) * c.topk || t + l / c.topk >= end)
-    return;
+  if (l >= ep_ll_tokens_a_warp(c) * c.topk || t + l / c.topk >= end) return;
   p::stg<int32_t>((int32_t *)(a.record + a.recordLayout.topk) + i, valid ? (int32_t)raw.lo : -1);
   int64_t value = a.decisions.wide ? (int64_t)((uint64_t)raw.hi << 32 | raw.lo) : (int64_t)(int32_t)raw.lo;
-  if (!valid && value != -1)
-    ep_report_index(a.group, t + l / c.topk, l % c.topk, value);
+  if (!valid && value != -1) ep_report_index(a.group, t + l / c.topk, l % c.topk, value);
 }
 
 /* Whole block: the counts for other domains' ranks, and from there. False: gave up. */
-template <class C> DEV void ep_ll_counts_to_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &, uint32_t) {}
-template <class C> DEV bool ep_ll_counts_from_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &) { return true; }
+template <class C>
+DEV void ep_ll_counts_to_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &, uint32_t) {}
+template <class C>
+DEV bool ep_ll_counts_from_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &) {
+  return true;
+}
 /* Whole block: what went to other domains' ranks is on its way, and where it came from may be written again. */
-template <class C> DEV void ep_ll_sent_far(const epLlOneDomain &, const C, const epGroupArgs &, uint32_t, uint32_t, uint32_t) {}
+template <class C>
+DEV void ep_ll_sent_far(const epLlOneDomain &, const C, const epGroupArgs &, uint32_t, uint32_t, uint32_t) {}
 
 /* The clerk's half of a receiving part. */
 template <class C, class N>
@@ -265,9 +261,9 @@ DEV void ep_ll_clerk_receives(const C c, const epLlDispatchArgs &a, const N &net
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   ep_ll_launch(c);
-  if (!op.lost)
-    ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_DISPATCH, ep_ll_kind(c, a, EP_KERNEL_LL_DISPATCH));
-  if (!op.lost && ep_ll_counts_from_far(net, c, a, op) && (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op))) {
+  if (!op.lost) ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_DISPATCH, ep_ll_kind(c, a, EP_KERNEL_LL_DISPATCH));
+  if (!op.lost && ep_ll_counts_from_far(net, c, a, op) &&
+      (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op))) {
     ep_ll_tell_counts(c, a);
     if (p::tid() == 0) {
       p::stg<uint32_t>(&header->generation, EP_LL_DISPATCHED);
@@ -280,17 +276,15 @@ DEV void ep_ll_clerk_receives(const C c, const epLlDispatchArgs &a, const N &net
 template <class C, class N> DEV void ep_ll_clerk(const C c, const epLlDispatchArgs &a, const N &net) {
   epRecordHeader *header = (epRecordHeader *)(a.record + a.recordLayout.header);
   epLlAhead ahead;
-  if (c.part == EP_PART_RECEIVE)
-    return ep_ll_clerk_receives(c, a, net, header);
-  uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld), kind = ep_ll_kind(c, a, EP_KERNEL_LL_DISPATCH);
+  if (c.part == EP_PART_RECEIVE) return ep_ll_clerk_receives(c, a, net, header);
+  uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld),
+           kind = ep_ll_kind(c, a, EP_KERNEL_LL_DISPATCH);
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ep_ll_ask_ahead(c, a.decisions, 0, T, ahead); }, [&]() { ep_ll_zero_sums(c, true); });
   ep_ll_launch(c);
-  if (op.lost)
-    return ep_ll_end(c, a.group, op, a.blocks);
+  if (op.lost) return ep_ll_end(c, a.group, op, a.blocks);
   auto use = [&](uint32_t t, epLlRaw raw) {
-    if (a.decisions.borrowed)
-      ep_ll_keep(c, a, t, T, raw);
+    if (a.decisions.borrowed) ep_ll_keep(c, a, t, T, raw);
   };
   ep_ll_tell_kind(c, a, op, kind);
   ep_ll_count(c, a.decisions, true, 0, T, ahead, use);
@@ -298,16 +292,13 @@ template <class C, class N> DEV void ep_ll_clerk(const C c, const epLlDispatchAr
   ep_ll_send_counts(c, a, op);
   ep_ll_counts_to_far(net, c, a, op, T);
   if (p::tid() == 0) {
-    if (a.decisions.borrowed)
-      ep_ll_write_header(c, a.group, header, T);
+    if (a.decisions.borrowed) ep_ll_write_header(c, a.group, header, T);
     p::stg<uint32_t>(&header->generation, c.part == EP_PART_SEND ? EP_LL_UPDATED : EP_LL_DISPATCHED);
     p::stg<uint32_t>(&header->dispatched, op.gen);
     p::st_relaxed_sys(&ep_state(a.group)->indexClaimed, 0);
   }
-  if (c.mask)
-    p::stg<uint32_t>(&header->epoch, p::ld_relaxed_sys(&ep_mask_state(c, a.group)->epoch));
-  if (c.part == EP_PART_WHOLE)
-    ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_DISPATCH, kind);
+  if (c.mask) p::stg<uint32_t>(&header->epoch, p::ld_relaxed_sys(&ep_mask_state(c, a.group)->epoch));
+  if (c.part == EP_PART_WHOLE) ep_ll_compare_kinds(c, a, op, EP_KERNEL_LL_DISPATCH, kind);
   if (c.part == EP_PART_WHOLE && ep_ll_counts_from_far(net, c, a, op) &&
       (c.mask ? ep_ll_gather_living(c, a, op) : ep_ll_gather(c, a, op)))
     ep_ll_tell_counts(c, a);
@@ -336,48 +327,38 @@ DEV void ep_ll_load_row(const C c, const epLlDispatchArgs &a, uint64_t row, uint
     ep_quant_load(c, made, ep_ll_buffer(c, EP_KERNEL_LL_DISPATCH), strip, bytes, ep_ll_token_bytes(c, strip, bytes), v);
   else
     ep_ll_load(a.tokens + row * c.rowBytes + strip * EP_STRIP_DATA, ep_ll_token_bytes(c, strip, bytes), v);
-  if (c.scaleBytes == 0 || bytes == 0 || (strip + 1) * EP_STRIP_DATA <= c.rowBytes)
-    return;
+  if (c.scaleBytes == 0 || bytes == 0 || (strip + 1) * EP_STRIP_DATA <= c.rowBytes) return;
   const uint8_t *given = a.scales + row * c.scaleBytes;
   uint32_t buffer = ep_ll_buffer(c, EP_KERNEL_LL_DISPATCH), end = (strip + 1) * EP_STRIP_DATA - c.rowBytes;
-  uint32_t begin = strip * EP_STRIP_DATA < c.rowBytes ? 0 : strip * EP_STRIP_DATA - c.rowBytes; /* of the strip's scales */
-  if (c.quantise)
-    ep_quant_scales(c, made, buffer, begin, end < c.scaleBytes ? end : c.scaleBytes);
+  uint32_t begin =
+      strip * EP_STRIP_DATA < c.rowBytes ? 0 : strip * EP_STRIP_DATA - c.rowBytes; /* of the strip's scales */
+  if (c.quantise) ep_quant_scales(c, made, buffer, begin, end < c.scaleBytes ? end : c.scaleBytes);
   auto word = [&](uint32_t at) {
     return c.quantise ? p::lds<uint32_t>(buffer + at - begin) : p::ldg<uint32_t>(given + at);
   };
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
     uint32_t at = ep_ll_scale_at(c, strip, i);
-    if (at < c.scaleBytes)
-      v[i].x = word(at);
-    if (at + 4 < c.scaleBytes)
-      v[i].y = word(at + 4);
-    if (at + 8 < c.scaleBytes)
-      v[i].z = word(at + 8);
-    if (at + 12 < c.scaleBytes)
-      v[i].w = word(at + 12);
+    if (at < c.scaleBytes) v[i].x = word(at);
+    if (at + 4 < c.scaleBytes) v[i].y = word(at + 4);
+    if (at + 8 < c.scaleBytes) v[i].z = word(at + 8);
+    if (at + 12 < c.scaleBytes) v[i].w = word(at + 12);
   }
-  if (c.quantise)
-    p::sync_warp();
+  if (c.quantise) p::sync_warp();
 }
 template <class C>
-DEV void ep_ll_store_row(const C c, const epLlDispatchArgs &a, uint64_t row, uint32_t strip, uint32_t bytes, const uint4 *v) {
+DEV void ep_ll_store_row(const C c, const epLlDispatchArgs &a, uint64_t row, uint32_t strip, uint32_t bytes,
+                         const uint4 *v) {
   ep_ll_store(a.outTokens + row * c.rowBytes + strip * EP_STRIP_DATA, ep_ll_token_bytes(c, strip, bytes), v);
-  if (c.scaleBytes == 0 || bytes == 0 || (strip + 1) * EP_STRIP_DATA <= c.rowBytes)
-    return;
+  if (c.scaleBytes == 0 || bytes == 0 || (strip + 1) * EP_STRIP_DATA <= c.rowBytes) return;
   uint8_t *to = a.outScales + row * c.scaleBytes;
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
     uint32_t at = ep_ll_scale_at(c, strip, i);
-    if (at < c.scaleBytes)
-      p::stg<uint32_t>(to + at, v[i].x);
-    if (at + 4 < c.scaleBytes)
-      p::stg<uint32_t>(to + at + 4, v[i].y);
-    if (at + 8 < c.scaleBytes)
-      p::stg<uint32_t>(to + at + 8, v[i].z);
-    if (at + 12 < c.scaleBytes)
-      p::stg<uint32_t>(to + at + 12, v[i].w);
+    if (at < c.scaleBytes) p::stg<uint32_t>(to + at, v[i].x);
+    if (at + 4 < c.scaleBytes) p::stg<uint32_t>(to + at + 4, v[i].y);
+    if (at + 8 < c.scaleBytes) p::stg<uint32_t>(to + at + 8, v[i].z);
+    if (at + 12 < c.scaleBytes) p::stg<uint32_t>(to + at + 12, v[i].w);
   }
 }
 
@@ -392,7 +373,8 @@ struct epLlOwn {
   uint32_t weight;
 };
 
-template <class C> DEV void ep_ll_load_own(const C c, const epLlDispatchArgs &a, uint32_t t, uint32_t strip, epLlOwn &x) {
+template <class C>
+DEV void ep_ll_load_own(const C c, const epLlDispatchArgs &a, uint32_t t, uint32_t strip, epLlOwn &x) {
   ep_ll_load_row(c, a, t, strip, ep_ll_bytes(c, strip), x.v);
   x.weight = 0;
   if (c.weights && strip == 0 && p::lane() < c.topk)
@@ -409,10 +391,8 @@ struct epLlArrival {
 template <class C> DEV void ep_ll_write_head(const C c, const epLlDispatchArgs &a, const epLlArrival &r) {
   uint32_t l = p::lane();
   uint64_t row = (uint64_t)r.s * a.group.maxTokens + r.j;
-  if (l == 0)
-    p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.recvToken) + row, r.token);
-  if (l >= c.topk)
-    return;
+  if (l == 0) p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.recvToken) + row, r.token);
+  if (l >= c.topk) return;
   if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D) {
     p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.recvSlot) + row * c.topk + l, r.slot);
     return;
@@ -430,8 +410,8 @@ template <class C> DEV uint64_t ep_ll_place(const C c, const epLlDispatchArgs &a
 
 /* Head of token t of rank `source` for rank `dst`: its units, one a lane. `entry`: of the lane's k, EP_NONE where it goes elsewhere. */
 template <class C>
-DEV void ep_ll_send_head(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t source, uint32_t t, uint32_t dst, uint32_t row,
-                         uint32_t entry, uint32_t weight) {
+DEV void ep_ll_send_head(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t source, uint32_t t,
+                         uint32_t dst, uint32_t row, uint32_t entry, uint32_t weight) {
   uint32_t l = p::lane(), word[3];
 #pragma unroll
   for (uint32_t i = 0; i < 3; i++) {
@@ -440,7 +420,8 @@ DEV void ep_ll_send_head(const C c, const epLlDispatchArgs &a, const epLlOp &op,
     word[i] = w == 0 ? t : w <= c.topk ? e : x;
   }
   if (l < epLlHeadUnits(c.topk))
-    p::st_relaxed_sys128(ep_ll_window(dst) + epLlHead(&a.window, c.ranks, a.group.maxTokens, op.gen, source, row) + 16 * l,
+    p::st_relaxed_sys128(ep_ll_window(dst) + epLlHead(&a.window, c.ranks, a.group.maxTokens, op.gen, source, row) +
+                             16 * l,
                          ep_ll_unit(op.gen, word[0], word[1], word[2]));
 }
 
@@ -452,8 +433,8 @@ template <class C> DEV bool ep_ll_heads_own(const C c) {
 /* A warp: strip `strip` of own token t, to all ranks the token goes to. `entry`, `own`: of the lane's k; `sends`: the first k of each
  * rank. */
 template <class C>
-DEV void ep_ll_send_strip(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t t, uint32_t strip, uint32_t entry,
-                          uint32_t own, uint32_t sends, const epLlOwn &x) {
+DEV void ep_ll_send_strip(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t t, uint32_t strip,
+                          uint32_t entry, uint32_t own, uint32_t sends, const epLlOwn &x) {
   uint32_t l = p::lane(), me = a.group.rank, bytes = ep_ll_bytes(c, strip);
   uint32_t mine = p::ballot(p::FULL, (sends >> l & 1) && own >> EP_ENTRY_POS_BITS == me);
 #pragma unroll 1
@@ -472,27 +453,23 @@ DEV void ep_ll_send_strip(const C c, const epLlDispatchArgs &a, const epLlOp &op
                  bytes, u);
     }
   }
-  if (!mine)
-    return;
+  if (!mine) return;
   uint32_t here = p::shfl(p::FULL, own, p::ffs(mine) - 1);
-  if (strip == 0 && l == 0)
-    p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.sendRow) + t, EP_ENTRY_POS(here));
-  if (ep_ll_heads_own(c))
-    return;
+  if (strip == 0 && l == 0) p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.sendRow) + t, EP_ENTRY_POS(here));
+  if (ep_ll_heads_own(c)) return;
   ep_ll_store_row(c, a, ep_ll_place(c, a, me, EP_ENTRY_POS(here)), strip, bytes, x.v);
   epLlArrival r = {me, EP_ENTRY_POS(here), t, own == here ? entry : EP_NONE, x.weight, EP_NONE};
-  if (strip == 0)
-    ep_ll_write_head(c, a, r);
+  if (strip == 0) ep_ll_write_head(c, a, r);
 }
 
 /* Whole block, tokens [t0, t1), at most a warp's: the entries and rows of the lane's decision, from the sums of those before. */
-template <class C> DEV void ep_ll_find(const C c, const epLlRoute &r, uint32_t expertMask, uint32_t &entry, uint32_t &own) {
+template <class C>
+DEV void ep_ll_find(const C c, const epLlRoute &r, uint32_t expertMask, uint32_t &entry, uint32_t &own) {
   uint32_t pos = 0, row = 0;
   entry = own = EP_NONE;
   if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D && r.valid)
     pos = p::lds<uint32_t>(ep_ll_sum(c, r.expert)) + p::popc(expertMask & ep_lanes_below());
-  if (r.first)
-    row = p::lds<uint32_t>(ep_ll_rows_sum(c, r.owner)) + p::popc(r.rankMask & ep_lanes_below());
+  if (r.first) row = p::lds<uint32_t>(ep_ll_rows_sum(c, r.owner)) + p::popc(r.rankMask & ep_lanes_below());
   row = p::shfl(p::FULL, row, r.valid ? p::ffs(r.mates) - 1 : 0);
   if (r.valid) {
     entry = EP_ENTRY(r.expert % (c.experts / c.ranks), pos);
@@ -503,9 +480,11 @@ template <class C> DEV void ep_ll_find(const C c, const epLlRoute &r, uint32_t e
 /* A warp: strip `strip` of token t for other domains' ranks, as ep_ll_send_strip; then the whole block, behind it: the tokens from t0 on,
  * `own` of each lane's decision. */
 template <class C>
-DEV void ep_ll_strip_to_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &, uint32_t, uint32_t, uint32_t, uint32_t,
-                            const epLlOwn &) {}
-template <class C> DEV void ep_ll_tokens_to_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &, uint32_t, uint32_t) {}
+DEV void ep_ll_strip_to_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &, uint32_t,
+                            uint32_t, uint32_t, uint32_t, const epLlOwn &) {}
+template <class C>
+DEV void ep_ll_tokens_to_far(const epLlOneDomain &, const C, const epLlDispatchArgs &, const epLlOp &, uint32_t,
+                             uint32_t) {}
 
 template <class C, class N> DEV void ep_ll_push(const C c, const epLlDispatchArgs &a, const N &net) {
   uint32_t T = ep_ll_tokens(a.record, a.recordLayout, a.numTokens, a.tokensHeld);
@@ -519,29 +498,26 @@ template <class C, class N> DEV void ep_ll_push(const C c, const epLlDispatchArg
     uint32_t t1 = t0 + each < T ? t0 + each : T;
     ep_ll_ask_ahead(c, a.decisions, counted, t0, ahead);
     raw = ep_ll_ask_tokens(c, a.decisions, t0, t1);
-    if (t0 + p::warp() / strips < t1)
-      ep_ll_load_own(c, a, t0 + p::warp() / strips, p::warp() % strips, x);
+    if (t0 + p::warp() / strips < t1) ep_ll_load_own(c, a, t0 + p::warp() / strips, p::warp() % strips, x);
   };
   epLlOp op = ep_ll_begin(
       c, a.group, [&]() { ask(first); }, [&]() { ep_ll_zero_sums(c, major); });
   ep_ll_launch(c);
-  if (op.lost)
-    return ep_ll_end(c, a.group, op, a.blocks);
+  if (op.lost) return ep_ll_end(c, a.group, op, a.blocks);
 #pragma unroll 1
   for (uint32_t t0 = first; t0 < T; t0 += a.pushBlocks * each) {
     uint32_t t1 = t0 + each < T ? t0 + each : T, items = (t1 - t0) * strips, entry, own;
-    if (t0 != first)
-      ask(t0);
+    if (t0 != first) ask(t0);
     ep_ll_count(c, a.decisions, major, counted, t0, ahead, [](uint32_t, epLlRaw) {});
     epLlRoute r = ep_ll_route(c, a.decisions, raw);
-    uint32_t firsts = p::ballot(p::FULL, r.first && !ep_ll_left_out(c, r.owner) && !ep_ll_far(c, r.owner)), same = major ? ep_ll_same(r.valid, r.expert, c.experts) : 0;
+    uint32_t firsts = p::ballot(p::FULL, r.first && !ep_ll_left_out(c, r.owner) && !ep_ll_far(c, r.owner)),
+             same = major ? ep_ll_same(r.valid, r.expert, c.experts) : 0;
     p::sync_threads();
     ep_ll_find(c, r, same, entry, own);
 #pragma unroll 1
     for (uint32_t item = p::warp(); item < items; item += warps) {
       uint32_t i = item / strips, from = i * c.topk;
-      if (item >= warps)
-        ep_ll_load_own(c, a, t0 + i, item % strips, x);
+      if (item >= warps) ep_ll_load_own(c, a, t0 + i, item % strips, x);
       uint32_t e = p::shfl(p::FULL, entry, (from + p::lane()) & 31), o = p::shfl(p::FULL, own, (from + p::lane()) & 31);
       bool inside = p::lane() < c.topk;
       ep_ll_strip_to_far(net, c, a, op, t0 + i, item % strips, inside ? e : EP_NONE, inside ? o : EP_NONE, x);
@@ -570,14 +546,12 @@ template <class C> DEV void ep_ll_read_head(const C c, const epLlDispatchArgs &a
   r.token = ep_ll_head_word(u, 0);
   r.entry = ep_ll_head_word(u, 1 + l);
   r.weight = ep_ll_head_word(u, 1 + c.topk + l);
-  if (l >= c.topk)
-    r.entry = EP_NONE;
+  if (l >= c.topk) r.entry = EP_NONE;
   r.slot = EP_NONE;
   if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D && r.entry != EP_NONE) {
     uint32_t e = EP_ENTRY_EXPERT(r.entry), at = EP_ENTRY_POS(r.entry);
 #pragma unroll 1
-    for (uint32_t s = 0; s < r.s; s++)
-      at += ep_ll_entries(c, s, e);
+    for (uint32_t s = 0; s < r.s; s++) at += ep_ll_entries(c, s, e);
     at += c.bug == EP_BUG_SLOT_OFF_BY_ONE && at + 1 < capacity;
     r.slot = at < capacity ? e * capacity + at : EP_NONE;
   }
@@ -587,7 +561,9 @@ template <class C> DEV void ep_ll_read_head(const C c, const epLlDispatchArgs &a
 #define EP_LL_HEAD_AT (EP_LL_PIECE_STRIPS * EP_STRIP_UNITS)
 
 /* Piece `piece`: its first strip and, below, how many of its bytes strip `s` of it begins with. */
-template <class C> DEV uint32_t ep_ll_first_strip(const C c, uint32_t piece) { return piece * epLlPieceStrips(c.layout); }
+template <class C> DEV uint32_t ep_ll_first_strip(const C c, uint32_t piece) {
+  return piece * epLlPieceStrips(c.layout);
+}
 template <class C> DEV uint32_t ep_ll_piece_bytes(const C c, uint32_t piece, uint32_t s) {
   return s < epLlPieceStrips(c.layout) ? ep_ll_bytes(c, ep_ll_first_strip(c, piece) + s) : 0;
 }
@@ -618,11 +594,11 @@ struct epLlItem {
 
 /* Item i: row j of every source in turn, in a whole rank-major dispatch of every other rank, pieces of a row side by side. `rows`: bound of a source's
  * rows. False: past the end. */
-template <class C> DEV bool ep_ll_item(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint64_t i, uint32_t rows, epLlItem &x) {
+template <class C>
+DEV bool ep_ll_item(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint64_t i, uint32_t rows, epLlItem &x) {
   uint32_t me = a.group.rank, B = a.group.maxTokens, pieces = epLlPieces(ep_ll_travels(c), c.layout);
   uint32_t first = !ep_ll_heads_own(c), sources = c.ranks - first, q = (uint32_t)(i / pieces);
-  if (i >= (uint64_t)rows * sources * pieces)
-    return false;
+  if (i >= (uint64_t)rows * sources * pieces) return false;
   x.piece = (uint32_t)(i % pieces);
   x.r.j = q / sources;
   x.r.s = (me + first + q % sources) % c.ranks;
@@ -632,18 +608,22 @@ template <class C> DEV bool ep_ll_item(const C c, const epLlDispatchArgs &a, con
            ep_ll_first_strip(c, x.piece) * EP_STRIP_BYTES + 16 * p::lane();
   return true;
 }
-DEV const uint8_t *ep_ll_item_unit(const epLlItem &x, uint32_t i) { return i == EP_LL_HEAD_AT ? x.head : x.data + 512 * i; }
+DEV const uint8_t *ep_ll_item_unit(const epLlItem &x, uint32_t i) {
+  return i == EP_LL_HEAD_AT ? x.head : x.data + 512 * i;
+}
 
 /* A first look at an item. Rank-major rows need their head with the first piece only, but for own ones, whose token it tells. */
 template <class C> DEV void ep_ll_item_look(const C c, const epLlDispatchArgs &a, const epLlOp &op, epLlItem &x) {
-  bool head = c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D || x.piece == 0 || (ep_ll_heads_own(c) && x.r.s == a.group.rank);
+  bool head =
+      c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D || x.piece == 0 || (ep_ll_heads_own(c) && x.r.s == a.group.rank);
   uint32_t wanted = (uint32_t)(head && p::lane() < epLlHeadUnits(c.topk)) << EP_LL_HEAD_AT;
   if (x.r.s != a.group.rank) {
 #pragma unroll
     for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++)
       wanted |= ep_ll_wanted(ep_ll_piece_bytes(c, x.piece, s)) << EP_STRIP_UNITS * s;
   }
-  ep_ll_look<EP_LL_HEAD_AT + 1>(op, wanted, [&](uint32_t i) { return ep_ll_item_unit(x, i); }, x.u);
+  ep_ll_look<EP_LL_HEAD_AT + 1>(
+      op, wanted, [&](uint32_t i) { return ep_ll_item_unit(x, i); }, x.u);
 }
 
 /* A warp: the item's units, when they have come, to their place or places. EP_LL_*. */
@@ -653,36 +633,29 @@ template <class C> DEV int ep_ll_take(const C c, const epLlDispatchArgs &a, cons
   epLlArrival &r = x.r;
   const uint64_t *word = ep_ll_counts(c, a, op, me, r.s) + c.experts / c.ranks;
   auto absent = [&]() {
-    if (c.mask)
-      return ep_ll_gone(c, a.group, op, r.s);
-    if (!rankMajor)
-      return false;
-    if ((uint32_t)(x.count >> 32) != op.gen)
-      x.count = p::ld_relaxed_sys(word);
+    if (c.mask) return ep_ll_gone(c, a.group, op, r.s);
+    if (!rankMajor) return false;
+    if ((uint32_t)(x.count >> 32) != op.gen) x.count = p::ld_relaxed_sys(word);
     return (uint32_t)(x.count >> 32) == op.gen && r.j >= (uint32_t)x.count;
   };
-  int came = ep_ll_settle<EP_LL_HEAD_AT + 1, true>(c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_DISPATCH_ROWS,
-                                                   c.mask ? ep_bringer(c, a.group, r.s) : r.s, [&](uint32_t i) { return ep_ll_item_unit(x, i); }, x.u, absent);
-  if (came != EP_LL_CAME)
-    return came;
-  if (!rankMajor || x.piece == 0 || (ep_ll_heads_own(c) && r.s == me))
-    ep_ll_read_head(c, a, x.u[EP_LL_HEAD_AT], r);
+  int came = ep_ll_settle<EP_LL_HEAD_AT + 1, true>(
+      c, a.group, op, a.blocks >= EP_LL_NARROW_BLOCKS, EP_PHASE_DISPATCH_ROWS,
+      c.mask ? ep_bringer(c, a.group, r.s) : r.s, [&](uint32_t i) { return ep_ll_item_unit(x, i); }, x.u, absent);
+  if (came != EP_LL_CAME) return came;
+  if (!rankMajor || x.piece == 0 || (ep_ll_heads_own(c) && r.s == me)) ep_ll_read_head(c, a, x.u[EP_LL_HEAD_AT], r);
   epLlPiece v;
   if (r.s == me) {
     ep_ll_load_piece(c, a, r.token, x.piece, v);
   } else {
 #pragma unroll
     for (uint32_t s = 0; s < EP_LL_PIECE_STRIPS; s++)
-      if (ep_ll_piece_bytes(c, x.piece, s))
-        ep_ll_to_vectors(buffer, x.u + EP_STRIP_UNITS * s, v.v[s]);
+      if (ep_ll_piece_bytes(c, x.piece, s)) ep_ll_to_vectors(buffer, x.u + EP_STRIP_UNITS * s, v.v[s]);
   }
-  if (rankMajor)
-    ep_ll_store_piece(c, a, ep_ll_place(c, a, r.s, r.j), x.piece, v);
+  if (rankMajor) ep_ll_store_piece(c, a, ep_ll_place(c, a, r.s, r.j), x.piece, v);
 #pragma unroll 1
   for (uint32_t m = rankMajor ? 0 : p::ballot(p::FULL, r.slot != EP_NONE); m; m &= m - 1)
     ep_ll_store_piece(c, a, p::shfl(p::FULL, r.slot, p::ffs(m) - 1), x.piece, v);
-  if (x.piece == 0)
-    ep_ll_write_head(c, a, r);
+  if (x.piece == 0) ep_ll_write_head(c, a, r);
   return EP_LL_CAME;
 }
 
@@ -697,25 +670,22 @@ template <class C> DEV uint32_t ep_ll_most_rows(const C c, const epLlDispatchArg
          ep_wait_word(a.group, ep_ll_counts(c, a, op, a.group.rank, s) + locals, op.gen, EP_PHASE_UPDATE_COUNTS, s, &n);
     most = n > most ? n : most;
   }
-  if (p::ballot(p::FULL, !ok))
-    return EP_NONE;
+  if (p::ballot(p::FULL, !ok)) return EP_NONE;
   return ep_ll_over_warp(most, [](uint32_t x, uint32_t y) { return x > y ? x : y; });
 }
 
 /* A warp. The first item's rank-major row is looked at before it is known whether there is one. */
-template <class C> DEV void ep_ll_take_rank_major(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t index, uint32_t warps) {
+template <class C>
+DEV void ep_ll_take_rank_major(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t index, uint32_t warps) {
   epLlItem x;
   uint32_t most = a.group.maxTokens;
 #pragma unroll 1
   for (uint64_t i = index; ep_ll_item(c, a, op, i, most, x); i += warps) {
     ep_ll_item_look(c, a, op, x);
     x.count = p::ld_relaxed_sys(ep_ll_counts(c, a, op, a.group.rank, x.r.s) + c.experts / c.ranks);
-    if (ep_ll_take(c, a, op, x) == EP_LL_GAVE_UP)
-      return;
-    if (i == index && ep_ll_item(c, a, op, i + warps, most, x))
-      most = ep_ll_most_rows(c, a, op);
-    if (most == EP_NONE)
-      return;
+    if (ep_ll_take(c, a, op, x) == EP_LL_GAVE_UP) return;
+    if (i == index && ep_ll_item(c, a, op, i + warps, most, x)) most = ep_ll_most_rows(c, a, op);
+    if (most == EP_NONE) return;
   }
 }
 
@@ -732,21 +702,17 @@ template <class C> DEV uint32_t ep_ll_most_rows(const C c) {
 
 /* Whole block: slots need the counts, which are on their way with the first rows. */
 template <class C>
-DEV void ep_ll_take_expert_major(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t index, uint32_t warps) {
+DEV void ep_ll_take_expert_major(const C c, const epLlDispatchArgs &a, const epLlOp &op, uint32_t index,
+                                 uint32_t warps) {
   epLlItem x;
-  if (ep_ll_item(c, a, op, index, a.group.maxTokens, x))
-    ep_ll_item_look(c, a, op, x);
-  if (!ep_ll_gather(c, a, op))
-    return;
+  if (ep_ll_item(c, a, op, index, a.group.maxTokens, x)) ep_ll_item_look(c, a, op, x);
+  if (!ep_ll_gather(c, a, op)) return;
   uint32_t most = ep_ll_most_rows(c);
 #pragma unroll 1
   for (uint64_t i = index; ep_ll_item(c, a, op, i, most, x); i += warps) {
-    if (x.r.j >= ep_ll_rows(c, x.r.s))
-      continue;
-    if (i != index)
-      ep_ll_item_look(c, a, op, x);
-    if (ep_ll_take(c, a, op, x) == EP_LL_GAVE_UP)
-      return;
+    if (x.r.j >= ep_ll_rows(c, x.r.s)) continue;
+    if (i != index) ep_ll_item_look(c, a, op, x);
+    if (ep_ll_take(c, a, op, x) == EP_LL_GAVE_UP) return;
   }
 }
 
@@ -757,22 +723,17 @@ DEV void ep_ll_take_living(const C c, const epLlDispatchArgs &a, const epLlOp &o
   bool ok = true;
   if (p::tid() == 0)
     ok = ep_await_flag(c, a.group, &ep_mask_slot(c, a.group)->verdict, op.gen, EP_PHASE_GRID, a.group.rank);
-  if (!ep_block_agrees(ok))
-    return;
+  if (!ep_block_agrees(ok)) return;
   ep_ll_counts_told(c, a);
   uint32_t most = ep_ll_most_rows(c);
 #pragma unroll 1
   for (uint64_t i = index; ep_ll_item(c, a, op, i, most, x); i += warps) {
-    if (x.r.j >= ep_ll_rows(c, x.r.s))
-      continue;
+    if (x.r.j >= ep_ll_rows(c, x.r.s)) continue;
     ep_ll_item_look(c, a, op, x);
     int came = ep_ll_take(c, a, op, x);
-    if (came == EP_LL_CAME)
-      continue;
-    if (ep_stopped(c, a.group))
-      return;
-    if (came == EP_LL_ABSENT)
-      ep_mask_out(c, a.group, EP_ERR_MASKED, EP_PHASE_DISPATCH_ROWS, x.r.s, op.gen, op.gen - 1);
+    if (came == EP_LL_CAME) continue;
+    if (ep_stopped(c, a.group)) return;
+    if (came == EP_LL_ABSENT) ep_mask_out(c, a.group, EP_ERR_MASKED, EP_PHASE_DISPATCH_ROWS, x.r.s, op.gen, op.gen - 1);
     ep_ll_lose(c, a.group, op, x.r.s);
   }
 }
@@ -784,14 +745,12 @@ template <class C> DEV_APART void ep_ll_empty(const C c, const epLlDispatchArgs 
   ep_ll_counts_told(c, a);
 #pragma unroll 1
   for (uint32_t s = 0; s < c.ranks; s++) {
-    if (!ep_ll_left_out(c, s) || ep_ll_rows(c, s) == 0)
-      continue;
+    if (!ep_ll_left_out(c, s) || ep_ll_rows(c, s) == 0) continue;
 #pragma unroll 1
     for (uint32_t e = 0; e < locals && c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D; e++) {
       uint64_t at = 0, n = ep_ll_entries(c, s, e);
 #pragma unroll 1
-      for (uint32_t before = 0; before < s; before++)
-        at += ep_ll_entries(c, before, e);
+      for (uint32_t before = 0; before < s; before++) at += ep_ll_entries(c, before, e);
       n = at >= capacity ? 0 : at + n > capacity ? capacity - at : n;
       uint8_t *to = a.outTokens + ((uint64_t)e * capacity + at) * c.rowBytes;
 #pragma unroll 1
@@ -799,32 +758,29 @@ template <class C> DEV_APART void ep_ll_empty(const C c, const epLlDispatchArgs 
         p::stg<uint4>(to + v, ep_ll_zero());
       uint8_t *scales = a.outScales + ((uint64_t)e * capacity + at) * c.scaleBytes;
 #pragma unroll 1
-      for (uint64_t v = 4ull * p::tid(); v < n * c.scaleBytes; v += 4ull * c.threads)
-        p::stg<uint32_t>(scales + v, 0);
+      for (uint64_t v = 4ull * p::tid(); v < n * c.scaleBytes; v += 4ull * c.threads) p::stg<uint32_t>(scales + v, 0);
     }
     if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D && p::tid() == 0)
       p::stg<uint32_t>((uint32_t *)(a.record + a.recordLayout.recvCount) + s, 0);
   }
   p::sync_threads();
-  if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D)
-    return;
+  if (c.layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D) return;
 #pragma unroll 1
   for (uint32_t i = p::tid(); i < c.experts + c.ranks; i += c.threads)
-    if (ep_ll_left_out(c, i / (locals + 1)))
-      p::sts<uint32_t>(ep_ll_count_at(c, i), 0);
+    if (ep_ll_left_out(c, i / (locals + 1))) p::sts<uint32_t>(ep_ll_count_at(c, i), 0);
   p::sync_threads();
   ep_ll_tell_counts(c, a);
 }
 
 /* `before`: blocks of other roles. */
-template <class C, class N> DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a, const N &net, uint32_t before) {
+template <class C, class N>
+DEV void ep_ll_receive(const C c, const epLlDispatchArgs &a, const N &net, uint32_t before) {
   uint32_t warps = (a.blocks - before) * (c.threads / 32);
   uint32_t index = p::warp() * (a.blocks - before) + p::bid() - before; /* few items lie on as many SMs */
   epLlOp op = ep_ll_begin(
       c, a.group, []() {}, []() {});
   ep_ll_launch(c);
-  if (op.lost)
-    return ep_ll_end(c, a.group, op, a.blocks);
+  if (op.lost) return ep_ll_end(c, a.group, op, a.blocks);
   if (c.part == EP_PART_WHOLE && index == warps - 1) {
     ep_ll_greet(c, a.group, a.window, op);
     ep_ll_greet_far(net, c, a.group);
@@ -854,9 +810,12 @@ template <class C> DEV void ep_ll_dispatch(const C c, const epLlDispatchArgs &a)
     ep_ll_greeter(c, a, net);
   else
     ep_ll_receive(c, a, net, a.pushBlocks + 1);
-  if (c.mask && ep_ll_repairs(c, a.group, a.blocks))
-    ep_ll_empty(c, a);
-  ep_profile_end(profile, p::bid() == 0 ? EP_SPAN_RECORD : p::bid() <= a.pushBlocks ? EP_SPAN_SEND : EP_SPAN_RECEIVE, a.blocks);
+  if (c.mask && ep_ll_repairs(c, a.group, a.blocks)) ep_ll_empty(c, a);
+  ep_profile_end(profile,
+                 p::bid() == 0              ? EP_SPAN_RECORD
+                 : p::bid() <= a.pushBlocks ? EP_SPAN_SEND
+                                            : EP_SPAN_RECEIVE,
+                 a.blocks);
 }
 
 #endif

@@ -44,8 +44,8 @@ enum { EP_LL_UPDATED = 1, EP_LL_DISPATCHED };
 #define EP_STRIP_LANES 28u  /* that hold a vector: 28 * 16 = 32 * 14 */
 #define EP_STRIP_DATA 1792u /* bytes of a row in a strip */
 #define EP_STRIP_BYTES 2048u
-#define EP_LL_PIECE_STRIPS 2u /* strips that a warp of dispatch takes at a time, at most */
-#define EP_LL_SLICES 16384u   /* in which a half of the stage is cleared */
+#define EP_LL_PIECE_STRIPS 2u         /* strips that a warp of dispatch takes at a time, at most */
+#define EP_LL_SLICES 16384u           /* in which a half of the stage is cleared */
 #define EP_LL_MAX_WINDOW (8ull << 30) /* bytes: staging grows with ranks and tokens, and low latency is for few */
 
 typedef struct epLlWindowLayout {
@@ -164,7 +164,8 @@ typedef struct epLlDispatchArgs {
 } epLlDispatchArgs;
 
 typedef struct epLlCombineArgs {
-  uint32_t pushBlocks, blocks;    /* blocks [0, pushBlocks) send (3-D expert-major: block 0 weights alone), the rest reduce */
+  uint32_t pushBlocks,
+      blocks; /* blocks [0, pushBlocks) send (3-D expert-major: block 0 weights alone), the rest reduce */
   uint32_t numTokens, tokensHeld; /* as in dispatch */
   const uint8_t *record;
   const uint8_t *tokens; /* expert outputs, shaped as dispatch's output */
@@ -186,10 +187,11 @@ EP_HD uint32_t epLlTableOffset(const epConfig *c) { return EP_VERDICT_BYTES + 8 
 EP_HD uint32_t epLlTableWords(int kernelId, const epConfig *c) {
   return kernelId == EP_KERNEL_LL_DISPATCH ? 2 * (c->experts + c->ranks) : c->ranks;
 }
-EP_HD uint32_t epLlWarpSmem(int kernelId) { return kernelId == EP_KERNEL_LL_COMBINE ? EP_STRIP_DATA + EP_STRIP_BYTES : EP_STRIP_DATA; }
+EP_HD uint32_t epLlWarpSmem(int kernelId) {
+  return kernelId == EP_KERNEL_LL_COMBINE ? EP_STRIP_DATA + EP_STRIP_BYTES : EP_STRIP_DATA;
+}
 EP_HD uint32_t epLlSmem(int kernelId, const epConfig *c) {
-  if (kernelId == EP_KERNEL_LL_UPDATE)
-    return 0;
+  if (kernelId == EP_KERNEL_LL_UPDATE) return 0;
   return (uint32_t)epAlignUp(epLlTableOffset(c) + 4ull * epLlTableWords(kernelId, c), 16) +
          c->threads / 32 * epLlWarpSmem(kernelId);
 }

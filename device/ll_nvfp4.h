@@ -30,12 +30,14 @@
 #define EP_NVFP4_KNOWN(c) ((c).quantise != 0)
 #endif
 
-#define EP_NVFP4_UNITS 2  /* a lane, at most */
-#define EP_NVFP4_HEAD 60u /* bytes before the elements */
+#define EP_NVFP4_UNITS 2   /* a lane, at most */
+#define EP_NVFP4_HEAD 60u  /* bytes before the elements */
 #define EP_NVFP4_NAN 0x7fu /* of E4M3 */
 
 /* Bytes that a strip of `bytes` bytes of BF16 takes. */
-DEV uint32_t ep_nvfp4_bytes(uint32_t bytes) { return EP_NVFP4_HEAD + (bytes < EP_STRIP_DATA ? bytes : EP_STRIP_DATA) / 4; }
+DEV uint32_t ep_nvfp4_bytes(uint32_t bytes) {
+  return EP_NVFP4_HEAD + (bytes < EP_STRIP_DATA ? bytes : EP_STRIP_DATA) / 4;
+}
 
 /* A strip's sum in a lane. */
 struct epLlSum {
@@ -55,7 +57,8 @@ DEV float ep_nvfp4_row(float g) {
 }
 /* Of a weighted sum of slots: the weight and the caller's scale are of the lane's, if it is in `slots`. */
 DEV float ep_nvfp4_sum_row(uint32_t slots, float weight, float g) {
-  float part = p::as_float(p::as_u32(weight) & 0x7fffffff) * ep_nvfp4_row(g), row = 0, least = p::as_float((127 - 117) << 23);
+  float part = p::as_float(p::as_u32(weight) & 0x7fffffff) * ep_nvfp4_row(g), row = 0,
+        least = p::as_float((127 - 117) << 23);
 #pragma unroll 1
   for (uint32_t m = slots; m; m &= m - 1)
     row = p::fadd(row, p::as_float(p::shfl(p::FULL, p::as_u32(part), p::ffs(m) - 1)));
@@ -65,7 +68,9 @@ DEV float ep_nvfp4_sum_row(uint32_t slots, float weight, float g) {
 DEV float ep_nvfp4_block(uint32_t code) { /* E4M3, positive: FP32's bits at another exponent */
   return code == EP_NVFP4_NAN ? p::as_float(0x7fc00000) : p::as_float(code << 20) * p::as_float((127 + 120) << 23);
 }
-DEV float ep_nvfp4_element(uint32_t code) { return p::as_float((code & 8) << 28 | (code & 7) << 22) * p::as_float((127 + 126) << 23); }
+DEV float ep_nvfp4_element(uint32_t code) {
+  return p::as_float((code & 8) << 28 | (code & 7) << 22) * p::as_float((127 + 126) << 23);
+}
 DEV uint32_t ep_nvfp4_e2m1(float x) {
   uint32_t bits = p::as_u32(x), sign = bits >> 28 & 8, m = bits & 0x7fffffff;
   if (m >= 0x40c00000) /* 6 */
@@ -92,16 +97,12 @@ DEV void ep_nvfp4_encode(uint32_t to, const epNvfp4Part &part) {
     uint32_t block = most >= 0x7f800000 ? EP_NVFP4_NAN : ep_quant_e4m3(p::as_float(most) * sixth) & 0x7f;
     float times = block == 0 || block == EP_NVFP4_NAN ? 0 : inverse / ep_nvfp4_block(block);
 #pragma unroll
-    for (int j = 0; j < 8 && times != 0; j++)
-      word |= ep_nvfp4_e2m1(part.sum.v[i].v[j] * times) << 4 * j;
+    for (int j = 0; j < 8 && times != 0; j++) word |= ep_nvfp4_e2m1(part.sum.v[i].v[j] * times) << 4 * j;
     blocks |= block << 8 * i;
-    if (l < EP_STRIP_LANES)
-      p::sts<uint32_t>(to + EP_NVFP4_HEAD + 4 * (EP_STRIP_LANES * i + l), word);
+    if (l < EP_STRIP_LANES) p::sts<uint32_t>(to + EP_NVFP4_HEAD + 4 * (EP_STRIP_LANES * i + l), word);
   }
-  if (l < EP_STRIP_LANES && (l & 1) == 0)
-    p::sts<uint32_t>(to + 4 + 2 * l, blocks);
-  if (l == 1)
-    p::sts<uint32_t>(to, p::as_u32(part.row));
+  if (l < EP_STRIP_LANES && (l & 1) == 0) p::sts<uint32_t>(to + 4 + 2 * l, blocks);
+  if (l == 1) p::sts<uint32_t>(to, p::as_u32(part.row));
   if (l >= EP_STRIP_LANES) /* the last unit reads on */
     p::sts<uint32_t>(to + EP_NVFP4_HEAD + EP_STRIP_DATA / 4 + 4 * (l - EP_STRIP_LANES), 0);
   p::sync_warp();
@@ -116,8 +117,7 @@ DEV void ep_nvfp4_add(uint32_t from, epLlSum &s) {
     uint32_t word = p::lds<uint32_t>(from + EP_NVFP4_HEAD + 4 * (EP_STRIP_LANES * i + l));
     float factor = ep_nvfp4_block(blocks >> 8 * i & 0xff) * row;
 #pragma unroll
-    for (int j = 0; j < 8; j++)
-      s.v[i].v[j] = p::fma(ep_nvfp4_element(word >> 4 * j), factor, s.v[i].v[j]);
+    for (int j = 0; j < 8; j++) s.v[i].v[j] = p::fma(ep_nvfp4_element(word >> 4 * j), factor, s.v[i].v[j]);
   }
   p::sync_warp();
 }
@@ -127,14 +127,12 @@ DEV void ep_nvfp4_to_units(uint32_t buffer, uint32_t gen, const epNvfp4Part &par
   ep_nvfp4_encode(buffer, part);
 #pragma unroll
   for (uint32_t i = 0; i < EP_NVFP4_UNITS; i++)
-    if (wanted >> i & 1)
-      u[i] = ep_ll_read_unit(buffer, gen, (p::lane() & 1) * 16, i);
+    if (wanted >> i & 1) u[i] = ep_ll_read_unit(buffer, gen, (p::lane() & 1) * 16, i);
   p::sync_warp();
 }
 DEV void ep_nvfp4_from_units(uint32_t buffer, const uint4 *u, epLlSum &s) {
 #pragma unroll
-  for (uint32_t i = 0; i < EP_NVFP4_UNITS; i++)
-    ep_ll_write_unit(buffer, u[i], i);
+  for (uint32_t i = 0; i < EP_NVFP4_UNITS; i++) ep_ll_write_unit(buffer, u[i], i);
   p::sync_warp();
   ep_nvfp4_add(buffer, s);
 }

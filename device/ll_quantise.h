@@ -42,8 +42,7 @@ DEV epQuantScale ep_quant_scale(uint32_t amaxBits, bool powers) {
 /* To E4M3, nearest even, no further than 448. */
 DEV uint32_t ep_quant_e4m3(float x) {
   uint32_t bits = p::as_u32(x), sign = bits >> 24 & 0x80, m = bits & 0x7fffffff;
-  if (m > 0x7f800000)
-    return sign | 0x7f;
+  if (m > 0x7f800000) return sign | 0x7f;
   if (m >= 0x43e00000) /* 448 */
     return sign | 0x7e;
   if (m < 0x3c800000) /* 2^-6: steps of 2^-9, which are those of FP32 at 2^14 */
@@ -78,14 +77,13 @@ template <class C> DEV void ep_quant_scales(const C c, const uint8_t *row, uint3
 /* A warp: strip `strip` of a row of BF16 at `row`, as it travels; `bytes` are the row's from there on, `own` of them elements. A strip
  * has whole blocks; their magnitudes meet in the warp's shared memory at `buffer`. */
 template <class C>
-DEV void ep_quant_load(const C c, const uint8_t *row, uint32_t buffer, uint32_t strip, uint32_t bytes, uint32_t own, uint4 *v) {
+DEV void ep_quant_load(const C c, const uint8_t *row, uint32_t buffer, uint32_t strip, uint32_t bytes, uint32_t own,
+                       uint4 *v) {
   const uint8_t *from = row + 2 * (strip * EP_STRIP_DATA + 16 * p::lane());
   uint4 lo[EP_STRIP_VECTORS], hi[EP_STRIP_VECTORS];
 #pragma unroll
-  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++)
-    v[i] = ep_ll_zero();
-  if (bytes == 0)
-    return;
+  for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) v[i] = ep_ll_zero();
+  if (bytes == 0) return;
 #pragma unroll
   for (uint32_t i = 0; i < EP_STRIP_VECTORS; i++) {
     bool there = ep_ll_has(i, own);

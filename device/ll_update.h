@@ -16,11 +16,9 @@ template <class C> DEV void ep_ll_update(const C c, const epLlUpdateArgs &a) {
                                   : (int64_t)p::ldg<int32_t>((const int32_t *)a.topkIdx + i);
     bool valid = e >= 0 && e < (int64_t)c.experts;
     p::stg<int32_t>(topk + i, valid ? (int32_t)e : -1);
-    if (!valid && e != -1)
-      ep_report_index(a.group, i / c.topk, i % c.topk, e);
+    if (!valid && e != -1) ep_report_index(a.group, i / c.topk, i % c.topk, e);
   }
-  if (p::bid() != 0 || p::tid() != 0)
-    return;
+  if (p::bid() != 0 || p::tid() != 0) return;
   ep_ll_write_header(c, a.group, h, a.tokens);
   p::stg<uint32_t>(&h->generation, EP_LL_UPDATED);
 }

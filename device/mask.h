@@ -42,7 +42,8 @@ template <class C> DEV bool ep_masked(const C c, const epGroupArgs &g, uint32_t 
 
 /* Several scale-up domains: what a rank of this one's rail has told by signals (EP_RAIL_*), and telling it (rail_mask.h). */
 template <class C> DEV_APART uint64_t ep_rail_hears(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer);
-template <class C> DEV_APART void ep_rail_says(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer, uint64_t value);
+template <class C>
+DEV_APART void ep_rail_says(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer, uint64_t value);
 template <class C> DEV_APART uint64_t ep_rail_said(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer);
 template <class C> DEV bool ep_is_far(const C c, const epGroupArgs &g, uint32_t peer) {
   return c.scaleUp && peer / c.scaleUp != g.rank / c.scaleUp;
@@ -118,7 +119,8 @@ DEV void ep_mask_out(const C c, const epGroupArgs &g, uint32_t code, uint32_t ph
 
 /* What came of `source` by the rank that brings it: it may bring that there is nothing. */
 template <class C>
-DEV bool ep_brought(const C c, const epGroupArgs &g, bool came, bool lost, uint32_t phase, uint32_t source, uint32_t expected) {
+DEV bool ep_brought(const C c, const epGroupArgs &g, bool came, bool lost, uint32_t phase, uint32_t source,
+                    uint32_t expected) {
   if (!ep_is_far(c, g, source)) return came;
   if (came && lost) ep_mask_out(c, g, EP_ERR_MASKED, phase, source, expected, expected - 1);
   return came && !lost && !ep_masked(c, g, source);
@@ -140,9 +142,11 @@ template <class C> DEV void ep_beat(const C c, const epGroupArgs &g, uint64_t no
 
 /* The peer has masked this rank, which masks it in turn. */
 template <class C>
-DEV bool ep_masked_by(const C c, const epGroupArgs &g, uint32_t phase, uint32_t peer, uint32_t expected, uint32_t seen) {
+DEV bool ep_masked_by(const C c, const epGroupArgs &g, uint32_t phase, uint32_t peer, uint32_t expected,
+                      uint32_t seen) {
   const uint32_t *words = (const uint32_t *)(ep_mask_home(c, g, g.rank) + ep_mask_window(c, g).told);
-  uint32_t told = ep_is_far(c, g, peer) ? (uint32_t)ep_rail_hears(c, g, EP_RAIL_TOLD, peer) : p::ld_relaxed_sys(words + peer);
+  uint32_t told =
+      ep_is_far(c, g, peer) ? (uint32_t)ep_rail_hears(c, g, EP_RAIL_TOLD, peer) : p::ld_relaxed_sys(words + peer);
   if (told <= p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch)) return false;
   ep_mask_out(c, g, EP_ERR_MASKED_BY, phase, peer, expected, seen);
   return true;
@@ -172,8 +176,8 @@ template <class C> DEV void ep_wait_begins(const C c, const epGroupArgs &g, epPa
 /* The sixteenth round of a wait with masks: true when the waiter must give up. Of its own blocks a rank waits four times as long: they may
  * be waiting for a peer. */
 template <class C>
-DEV_APART bool ep_peer_gives_up(const C c, const epGroupArgs &g, epPatience &w, uint32_t round, uint32_t phase, uint32_t peer,
-                         uint32_t expected, uint32_t seen) {
+DEV_APART bool ep_peer_gives_up(const C c, const epGroupArgs &g, epPatience &w, uint32_t round, uint32_t phase,
+                                uint32_t peer, uint32_t expected, uint32_t seen) {
   if (p::ld_relaxed_sys(&ep_state(g)->aborted)) return true;
   if ((round & 1023) == 1023 && p::ld_relaxed_sys(g.abortWord)) {
     ep_stop(c, g, EP_ERR_ABORT, phase, peer, expected, seen);
@@ -210,8 +214,8 @@ DEV bool ep_peer_give_up(const C c, const epGroupArgs &g, epPatience &w, uint32_
 
 /* ep_wait_flag of group.h, of a word that `peer` writes. False: there is none from it; ep_stopped says why. */
 template <class C>
-DEV bool ep_await_flag(const C c, const epGroupArgs &g, const uint32_t *flag, uint32_t want, uint32_t phase, uint32_t peer,
-                       uint32_t *seen) {
+DEV bool ep_await_flag(const C c, const epGroupArgs &g, const uint32_t *flag, uint32_t want, uint32_t phase,
+                       uint32_t peer, uint32_t *seen) {
   if (!c.mask) return ep_wait_flag(g, flag, want, phase, peer, seen);
   bool masked = peer != g.rank && ep_masked(c, g, peer);
   epPatience w = {};
@@ -238,8 +242,8 @@ DEV bool ep_await_flag(const C c, const epGroupArgs &g, const uint32_t *flag, ui
 
 /* ep_wait_word of group.h, the same way. gone(): the peer has said that there will be none. */
 template <class C, class F>
-DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, uint32_t want, uint32_t phase, uint32_t peer,
-                       uint32_t *value, F gone) {
+DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, uint32_t want, uint32_t phase,
+                       uint32_t peer, uint32_t *value, F gone) {
   if (!c.mask) return ep_wait_word(g, word, want, phase, peer, value);
   epPatience w = {};
   if (peer != g.rank && ep_masked(c, g, peer)) return false;
@@ -257,8 +261,8 @@ DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, ui
 }
 
 template <class C>
-DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, uint32_t want, uint32_t phase, uint32_t peer,
-                       uint32_t *value) {
+DEV bool ep_await_word(const C c, const epGroupArgs &g, const uint64_t *word, uint32_t want, uint32_t phase,
+                       uint32_t peer, uint32_t *value) {
   return ep_await_word(c, g, word, want, phase, peer, value, []() { return false; });
 }
 

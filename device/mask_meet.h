@@ -17,7 +17,9 @@
 #include "mask.h"
 
 /* Shared memory: 1 a rank that came; its epoch, updateGen and stageGen. */
-DEV uint32_t ep_meet_at(uint32_t rank, uint32_t word) { return p::smem_base() + EP_VERDICT_BYTES + 16 * rank + 4 * word; }
+DEV uint32_t ep_meet_at(uint32_t rank, uint32_t word) {
+  return p::smem_base() + EP_VERDICT_BYTES + 16 * rank + 4 * word;
+}
 
 /* A wait of a meeting is over. */
 DEV bool ep_meet_late(const epGroupArgs &g, uint64_t start, uint32_t round, uint64_t most) {
@@ -122,7 +124,8 @@ template <class C> DEV void ep_meet_clear(const C c, const epMaskArgs &a) {
     uint32_t half = i & 1;
     uint8_t *from = ep_meet_window(a, i / 2, a.group.rank) + a.units + half * a.halfBytes;
     unit.x = half ^ 1;
-    for (uint64_t at = 16ull * p::tid(); at < a.halfBytes; at += 16ull * c.threads) p::st_relaxed_sys128(from + at, unit);
+    for (uint64_t at = 16ull * p::tid(); at < a.halfBytes; at += 16ull * c.threads)
+      p::st_relaxed_sys128(from + at, unit);
   }
 }
 

@@ -12,8 +12,7 @@ struct epVec {
 
 DEV void ep_vec_zero(epVec &a) {
 #pragma unroll
-  for (int i = 0; i < 8; i++)
-    a.v[i] = 0.0f;
+  for (int i = 0; i < 8; i++) a.v[i] = 0.0f;
 }
 
 template <class C> DEV void ep_vec_add(const C c, epVec &a, uint4 x) {
@@ -32,10 +31,8 @@ template <class C> DEV void ep_vec_add(const C c, epVec &a, uint4 x) {
 /* What the sum of the 16 bytes at `at` of the biases starts from. */
 template <class C> DEV void ep_vec_start(const C c, const uint8_t *const *bias, uint64_t at, epVec &a) {
   ep_vec_zero(a);
-  if (c.bias > 0)
-    ep_vec_add(c, a, p::ldg<uint4>(bias[0] + at));
-  if (c.bias > 1)
-    ep_vec_add(c, a, p::ldg<uint4>(bias[1] + at));
+  if (c.bias > 0) ep_vec_add(c, a, p::ldg<uint4>(bias[0] + at));
+  if (c.bias > 1) ep_vec_add(c, a, p::ldg<uint4>(bias[1] + at));
 }
 
 template <class C> DEV uint4 ep_vec_round(const C c, const epVec &a) {

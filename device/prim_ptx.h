@@ -70,7 +70,9 @@ template <class T> DEV T lds(uint32_t a) { return Shared<T>::load(a); }
 template <class T> DEV void sts(uint32_t a, T v) { Shared<T>::store(a, v); }
 DEV void sadd(uint32_t a, uint32_t v) { asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 
-DEV void mbar_init(uint32_t a, uint32_t n) { EP_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(a), "r"(n) : "memory"); }
+DEV void mbar_init(uint32_t a, uint32_t n) {
+  EP_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(a), "r"(n) : "memory");
+}
 DEV void fence_mbar_init() { EP_SM90("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEV void mbar_arrive(uint32_t a) {
   EP_SM90("{.reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0];}" ::"r"(a) : "memory");
@@ -89,8 +91,8 @@ DEV void mbar_wait(uint32_t a, uint32_t parity) {
 }
 
 DEV void bulk_g2s(uint32_t dst, const void *src, uint32_t bytes, uint32_t mbar) {
-  EP_SM90("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
-          "r"(bytes), "r"(mbar)
+  EP_SM90("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+          "l"(src), "r"(bytes), "r"(mbar)
           : "memory");
 }
 DEV void bulk_s2g(void *dst, uint32_t src, uint32_t bytes) {
@@ -173,9 +175,7 @@ DEV uint32_t atomic_add_acq_rel_gpu(uint32_t *a, uint32_t v) {
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(r) : "l"(a), "r"(v) : "memory");
   return r;
 }
-DEV uint32_t atomic_cas(uint32_t *a, uint32_t expect, uint32_t v) {
-  return atomicCAS((unsigned int *)a, expect, v);
-}
+DEV uint32_t atomic_cas(uint32_t *a, uint32_t expect, uint32_t v) { return atomicCAS((unsigned int *)a, expect, v); }
 
 DEV void grid_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

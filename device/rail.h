@@ -9,7 +9,7 @@
 struct epPlace {
   uint32_t rank, domains, ups, domain, up; /* U; o and u */
   uint32_t gen;                            /* with `ways`: of the operation */
-  const uint32_t *ways;                    /* null: this operation and all before it on the slot use the group's contexts */
+  const uint32_t *ways; /* null: this operation and all before it on the slot use the group's contexts */
 };
 
 template <class C> DEV epPlace ep_place(const C c, const epGroupArgs &g) {
@@ -34,8 +34,7 @@ template <class C> DEV epPlace ep_place(const C c, const epGroupArgs &g, const e
   epPlace w = ep_place(c, g);
   uint32_t *ways = ep_ways(g, h);
   w.gen = gen;
-  if (h.layout.contexts != h.layout.groupContexts || p::ldg<uint32_t>(ways))
-    w.ways = ways;
+  if (h.layout.contexts != h.layout.groupContexts || p::ldg<uint32_t>(ways)) w.ways = ways;
   return w;
 }
 
@@ -46,20 +45,18 @@ DEV bool ep_wait_value(const epGroupArgs &g, F read, uint64_t want, uint32_t bit
   for (uint32_t round = 0;; round++) {
     uint64_t seen = read();
     if (ep_reached(seen, want, bits)) {
-      if (round)
-        ep_profile_waited(g, start, phase, peer);
+      if (round) ep_profile_waited(g, start, phase, peer);
       return true;
     }
-    if (round == 0)
-      start = p::globaltimer();
-    if (ep_give_up(g, start, round, phase, peer, ep_told(want - 1, bits) + 1, ep_told(seen, bits)))
-      return false;
+    if (round == 0) start = p::globaltimer();
+    if (ep_give_up(g, start, round, phase, peer, ep_told(want - 1, bits) + 1, ep_told(seen, bits))) return false;
   }
 }
 
 DEV bool ep_wait_signal(const epGroupArgs &g, const epHybridGroup &h, uint32_t context, uint32_t signal, uint64_t want,
                         uint32_t bits, uint32_t phase, uint32_t peer) {
-  return ep_wait_value(g, [&] { return p::gin_read(h.gin, context, signal); }, want, bits, phase, peer);
+  return ep_wait_value(
+      g, [&] { return p::gin_read(h.gin, context, signal); }, want, bits, phase, peer);
 }
 
 /* The context of a channel's puts and signals; all others go by context 0. */
@@ -71,11 +68,9 @@ DEV uint64_t ep_told_elsewhere(const epHybridGroup &h, const epPlace &w, uint32_
   for (uint32_t n = 1; n < all; n++) {
     uint32_t by = p::ldg<uint32_t>(w.ways + n);
     usual -= by;
-    if (channel % n != here)
-      elsewhere += by;
+    if (channel % n != here) elsewhere += by;
   }
-  if (channel % all != here)
-    elsewhere += usual;
+  if (channel % all != here) elsewhere += usual;
   return (uint64_t)elsewhere << EP_TAIL_BITS;
 }
 
@@ -87,12 +82,13 @@ DEV uint64_t ep_tail(const epHybridGroup &h, const epPlace &w, uint32_t o, uint3
 }
 /* False: gave up; with masks, perhaps on this rail alone (ep_stopped). */
 template <class C>
-DEV bool ep_wait_tail(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o, uint32_t channel,
-                      uint64_t want, uint32_t phase) {
+DEV bool ep_wait_tail(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t o,
+                      uint32_t channel, uint64_t want, uint32_t phase) {
   auto read = [&] { return ep_tail(h, w, o, channel); };
   if (c.mask)
-    return ep_await_value(c, g, read, [&](uint64_t seen) { return ep_reached(seen, want, EP_TAIL_ROLL); }, want, EP_TAIL_ROLL,
-                          phase, o * w.ups + w.up);
+    return ep_await_value(
+        c, g, read, [&](uint64_t seen) { return ep_reached(seen, want, EP_TAIL_ROLL); }, want, EP_TAIL_ROLL, phase,
+        o * w.ups + w.up);
   return ep_wait_value(g, read, want, EP_TAIL_ROLL, phase, o * w.ups + w.up);
 }
 
@@ -111,26 +107,25 @@ DEV bool ep_wait_rails(uint32_t threads, const epGroupArgs &g, const epHybridGro
                        uint32_t phase, F signalOf) {
   bool ok = true;
   for (uint32_t o = p::tid(); o < w.domains && ok; o += threads)
-    if (o != w.domain)
-      ok = ep_wait_signal(g, h, 0, signalOf(o), want, EP_GENERATION_ROLL, phase, o * w.ups + w.up);
+    if (o != w.domain) ok = ep_wait_signal(g, h, 0, signalOf(o), want, EP_GENERATION_ROLL, phase, o * w.ups + w.up);
   return ep_block_agrees(ok);
 }
 
 /* A rail's greeting is the upper half of a signal whose lower half counts operations: to be added in operation gen, as the one before was its kind,
  * which this rank has kept. With masks only operations are counted. */
 template <class C> DEV uint64_t ep_rail_greeting(const C c, const epGroupArgs &g, uint32_t gen, uint32_t kind) {
-  if (c.mask)
-    return 1;
+  if (c.mask) return 1;
   uint32_t before = (uint32_t)p::ld_relaxed_sys(ep_hello(g, ep_window(g, g.rank), g.rank, gen - 1));
   return (uint64_t)(kind - before) << 32 | 1;
 }
 /* One thread: waits for it. False: gave up, or the rail is in another operation: *its. */
 template <class C>
-DEV bool ep_rail_agrees(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t signal, uint32_t gen, uint32_t kind, uint32_t phase,
-                        uint32_t peer, uint32_t *its) {
+DEV bool ep_rail_agrees(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t signal, uint32_t gen,
+                        uint32_t kind, uint32_t phase, uint32_t peer, uint32_t *its) {
   uint64_t seen = 0;
-  if (!ep_wait_value(g, [&] { return seen = p::gin_read(h.gin, 0, signal); }, c.bug == EP_BUG_GIN_SLOT_EARLY ? gen - 1 : gen,
-                     EP_GENERATION_ROLL, phase, peer))
+  if (!ep_wait_value(
+          g, [&] { return seen = p::gin_read(h.gin, 0, signal); }, c.bug == EP_BUG_GIN_SLOT_EARLY ? gen - 1 : gen,
+          EP_GENERATION_ROLL, phase, peer))
     return false;
   if ((uint32_t)seen != gen) /* it may be ahead already, when another block has seen this one */
     return true;
@@ -148,7 +143,8 @@ template <class C> DEV void ep_domain_greet(const C c, const epGroupArgs &g, uin
 
 /* The last warp of the first block: when it has sent, or before it receives, as the first blocks of all ranks greet before they wait for
  * anything but credits. Not in a dispatch's sending part, which waits for nothing else either. */
-template <class C> DEV void ep_domain_greeted(const C c, const epGroupArgs &g, uint32_t gen, uint32_t kind, uint32_t phase) {
+template <class C>
+DEV void ep_domain_greeted(const C c, const epGroupArgs &g, uint32_t gen, uint32_t kind, uint32_t phase) {
   uint32_t first = g.rank / c.scaleUp * c.scaleUp;
   if (!c.mask && p::bid() == 0 && p::warp() == c.threads / 32 - 1)
     ep_greeted(c, g, first, first + c.scaleUp, gen, kind, phase);
@@ -157,19 +153,17 @@ template <class C> DEV void ep_domain_greeted(const C c, const epGroupArgs &g, u
 /* Whole block: the ranks of the domain have read what operation gen - 1 and earlier left in my staging, and I in mine. The
  * first block passes it on, with this operation's greeting: then my rail may write to me again. */
 template <class C>
-DEV bool ep_domain_credits(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t kind, uint32_t phase) {
+DEV bool ep_domain_credits(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t kind,
+                           uint32_t phase) {
   epPlace w = ep_place(c, g);
   const uint32_t *credits = (const uint32_t *)(ep_window(g, g.rank) + g.window.credits) + w.domain * w.ups;
   bool ok = true;
   for (uint32_t u = p::tid(); u < w.ups && ok && c.bug != EP_BUG_NO_CREDIT; u += c.threads)
     if (u != w.up)
       ok = ep_take(c, g, ep_await_flag(c, g, credits + u, gen - 1, phase, w.domain * w.ups + u), ep_left_near(c, u));
-  if (!ep_block_agrees(ok))
-    return false;
-  if (p::bid() != 0)
-    return true;
-  if (p::tid() == 0)
-    p::st_relaxed_sys(ep_hello(g, ep_window(g, g.rank), g.rank, gen), (uint64_t)gen << 32 | kind);
+  if (!ep_block_agrees(ok)) return false;
+  if (p::bid() != 0) return true;
+  if (p::tid() == 0) p::st_relaxed_sys(ep_hello(g, ep_window(g, g.rank), g.rank, gen), (uint64_t)gen << 32 | kind);
   uint64_t add = ep_rail_greeting(c, g, gen, kind);
   for (uint32_t o = p::tid(); o < w.domains; o += c.threads)
     if (o != w.domain && !ep_rail_masked(c, g, o)) {
@@ -182,21 +176,21 @@ DEV bool ep_domain_credits(const C c, const epGroupArgs &g, const epHybridGroup 
 /* Whole block: my rail may be written to, and does what I do. The first block tells the domain what that is, or who does something
  * else. */
 template <class C>
-DEV bool ep_rail_credits(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t kind, uint32_t phase) {
+DEV bool ep_rail_credits(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t kind,
+                         uint32_t phase) {
   epPlace w = ep_place(c, g);
   if (c.mask)
-    return ep_await_rails(c, g, h.gin, gen, phase, [&](uint32_t o) { return epSignalCredit(w.domains, o); },
-                          [&](uint32_t o, bool came) { ep_take(c, g, came, ep_left_rail(c, o)); });
+    return ep_await_rails(
+        c, g, h.gin, gen, phase, [&](uint32_t o) { return epSignalCredit(w.domains, o); },
+        [&](uint32_t o, bool came) { ep_take(c, g, came, ep_left_rail(c, o)); });
   bool ok = true;
   for (uint32_t o = p::tid(); o < w.domains && ok; o += c.threads) {
     uint32_t its = kind, peer = o * w.ups + w.up;
     ok = o == w.domain || ep_rail_agrees(c, g, h, epSignalCredit(w.domains, o), gen, kind, phase, peer, &its);
-    if (its != kind && !ok && p::bid() == 0)
-      ep_domain_greet(c, g, gen, epKindElsewhere(kind, its, peer));
+    if (its != kind && !ok && p::bid() == 0) ep_domain_greet(c, g, gen, epKindElsewhere(kind, its, peer));
   }
   ok = ep_block_agrees(ok);
-  if (ok && p::bid() == 0 && p::tid() == 0)
-    ep_domain_greet(c, g, gen, kind);
+  if (ok && p::bid() == 0 && p::tid() == 0) ep_domain_greet(c, g, gen, kind);
   return ok;
 }
 
@@ -221,24 +215,26 @@ DEV uint64_t ep_near_rows(const C c, const epGroupArgs &g, const epPlace &w, uin
 DEV uint8_t *ep_stage_at(const epGroupArgs &g, const epPlace &w, uint32_t owner, uint64_t index) {
   return ep_window(g, w.domain * w.ups + owner) + g.window.stage + index * g.window.stageStride;
 }
-DEV uint32_t *ep_sum_flag_at(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint64_t index) {
+DEV uint32_t *ep_sum_flag_at(const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner,
+                             uint64_t index) {
   return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + h.layout.sumFlags) + index;
 }
 /* The row of token t that rank `writer` of my domain stages at rank `owner` of it, and the flag of its chunk i. Ranks by
  * index. */
 template <class C>
-DEV uint8_t *ep_near_row(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t t) {
+DEV uint8_t *ep_near_row(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer,
+                         uint32_t t) {
   return ep_stage_at(g, w, owner, ep_near_rows(c, g, w, owner, writer) + t);
 }
 DEV uint32_t *ep_near_flag(const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t i) {
-  return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + g.window.stageFlags) + (uint64_t)writer * g.window.chunks + i;
+  return (uint32_t *)(ep_window(g, w.domain * w.ups + owner) + g.window.stageFlags) +
+         (uint64_t)writer * g.window.chunks + i;
 }
 /* The partial sum in place `place` of token t of the rank of domain o that rank `owner` of my domain stands for, and its flag. */
 template <class C>
-DEV uint64_t ep_sum_index(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer, uint32_t o,
-                          uint32_t place, uint32_t t) {
-  if (c.mask)
-    return ep_near_rows(c, g, w, owner, writer) + (uint64_t)o * g.maxTokens + t;
+DEV uint64_t ep_sum_index(const C c, const epGroupArgs &g, const epPlace &w, uint32_t owner, uint32_t writer,
+                          uint32_t o, uint32_t place, uint32_t t) {
+  if (c.mask) return ep_near_rows(c, g, w, owner, writer) + (uint64_t)o * g.maxTokens + t;
   return ((uint64_t)o * epPlaces(w.ups, g.windowTopk) + place) * g.maxTokens + t;
 }
 template <class C>
@@ -247,8 +243,8 @@ DEV uint8_t *ep_sum_row(const C c, const epGroupArgs &g, const epPlace &w, uint3
   return ep_stage_at(g, w, owner, ep_sum_index(c, g, w, owner, writer, o, place, t));
 }
 template <class C>
-DEV uint32_t *ep_sum_flag(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner, uint32_t writer,
-                          uint32_t o, uint32_t place, uint32_t t) {
+DEV uint32_t *ep_sum_flag(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, uint32_t owner,
+                          uint32_t writer, uint32_t o, uint32_t place, uint32_t t) {
   return ep_sum_flag_at(g, h, w, owner, ep_sum_index(c, g, w, owner, writer, o, place, t));
 }
 /* How far rank `up` of my domain has got what its rail's rank in domain o sends by a channel; in the window of `owner`. */
@@ -282,8 +278,7 @@ DEV epPart ep_part_load(const uint8_t *row, uint32_t at, uint32_t bytes, bool an
 DEV void ep_part_store(uint8_t *row, uint32_t at, uint32_t bytes, const epPart &x) {
 #pragma unroll
   for (uint32_t u = 0; u < EP_WIDE; u++)
-    if (at + 512 * u < bytes)
-      p::stg<uint4>(row + at + 512 * u, x.v[u]);
+    if (at + 512 * u < bytes) p::stg<uint4>(row + at + 512 * u, x.v[u]);
 }
 
 /* ---- Puts and tails ------------------------------------------------------------------------------------------------ */
@@ -322,8 +317,7 @@ template <class C>
 DEV void ep_channel_put(const C c, const epHybridGroup &h, const epChannel &ch, uint32_t o, uint64_t to, uint64_t from,
                         uint32_t bytes) {
   uint32_t run = ch.runs + EP_RUN_SMEM * o;
-  if (p::lane() != 0)
-    return;
+  if (p::lane() != 0) return;
   uint32_t waiting = p::lds<uint32_t>(run + EP_RUN_BYTES), next = waiting - bytes + ep_rail_stride(c);
   if (waiting) {
     uint64_t first = p::lds<uint64_t>(run), at = p::lds<uint64_t>(run + EP_RUN_TO);
@@ -347,8 +341,7 @@ DEV void ep_channel_tell_one(const C c, const epHybridGroup &h, const epPlace &w
   uint32_t told = p::lds<uint32_t>(run + EP_RUN_TOLD), now = batches + (c.bug == EP_BUG_GIN_WRONG_TAIL && !all);
   uint32_t signal = epSignalRows(w.domains, h.layout.channels, w.domain, ch.channel);
   uint64_t from = bytes ? p::lds<uint64_t>(run) : 0, to = bytes ? p::lds<uint64_t>(run + EP_RUN_TO) : 0;
-  if (!bytes && (!all || now <= told))
-    return;
+  if (!bytes && (!all || now <= told)) return;
   if (now <= told)
     p::gin_put(h.gin, ch.context, o, to, from, bytes);
   else if (bytes && c.bug == EP_BUG_GIN_WEAK)
@@ -367,8 +360,7 @@ DEV void ep_channel_tell(const C c, const epHybridGroup &h, const epPlace &w, co
                          bool all) {
   p::sync_warp();
   for (uint32_t o = p::lane(); o < w.domains; o += 32)
-    if (o != w.domain && !ep_left(c, ep_left_rail(c, o)))
-      ep_channel_tell_one(c, h, w, ch, o, batches, all);
+    if (o != w.domain && !ep_left(c, ep_left_rail(c, o))) ep_channel_tell_one(c, h, w, ch, o, batches, all);
   p::sync_warp();
 }
 
@@ -382,13 +374,12 @@ DEV uint32_t ep_told_with(const epHybridGroup &h, uint32_t batch, bool last) {
 
 /* Whole warp: the operation's tails are complete, and what was put from may be written again. */
 template <class C>
-DEV void ep_channel_end(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w, const epChannel &ch) {
+DEV void ep_channel_end(const C c, const epGroupArgs &g, const epHybridGroup &h, const epPlace &w,
+                        const epChannel &ch) {
   ep_channel_tell(c, h, w, ch, 1u << EP_TAIL_BITS, true);
   for (uint32_t o = p::lane(); c.mask && o < w.domains; o += 32)
-    if (o != w.domain && !ep_left(c, ep_left_rail(c, o)))
-      ep_rail_sends(c, g, h, o, 3 + ch.channel, 1u << EP_TAIL_BITS);
-  if (c.bug != EP_BUG_GIN_NO_FLUSH)
-    ep_flush(c, g, h, ch.context);
+    if (o != w.domain && !ep_left(c, ep_left_rail(c, o))) ep_rail_sends(c, g, h, o, 3 + ch.channel, 1u << EP_TAIL_BITS);
+  if (c.bug != EP_BUG_GIN_NO_FLUSH) ep_flush(c, g, h, ch.context);
 }
 
 /* Rows of the busiest source, from a record: whole warp, same answer in all lanes. */
@@ -405,15 +396,14 @@ template <class C> DEV uint32_t ep_most_received(const C c, const uint32_t *recv
 
 /* `aborted` stays: the group is lost, and what was queued behind an operation that gave up need not wait for a timeout of its own.
  * Every block ends here; the last one returns the domain's credits and moves the generation, unless the receiving part is still to come. */
-template <class C> DEV void ep_hybrid_end(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t blocks) {
+template <class C>
+DEV void ep_hybrid_end(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t gen, uint32_t blocks) {
   epGroupState *state = ep_state(g);
   epPlace w = ep_place(c, g);
   p::sync_threads();
-  if (p::tid() != 0 || p::atomic_add_acq_rel_gpu(&state->stageDone, 1) != blocks - 1)
-    return;
+  if (p::tid() != 0 || p::atomic_add_acq_rel_gpu(&state->stageDone, 1) != blocks - 1) return;
   p::stg<uint32_t>(&state->stageDone, 0);
-  if (c.part == EP_PART_SEND)
-    return;
+  if (c.part == EP_PART_SEND) return;
   for (uint32_t u = 0; u < w.ups; u++)
     if (u != w.up && !ep_masked(c, g, w.domain * w.ups + u))
       p::st_release_sys((uint32_t *)(ep_window(g, w.domain * w.ups + u) + g.window.credits) + g.rank, gen);

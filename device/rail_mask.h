@@ -28,9 +28,11 @@ template <class C> DEV_APART uint64_t ep_rail_hears(const C c, const epGroupArgs
 }
 
 /* One thread at a time for each peer and kind: the signal is brought to `value`; of BEAT, one more. */
-template <class C> DEV_APART void ep_rail_says(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer, uint64_t value) {
+template <class C>
+DEV_APART void ep_rail_says(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer, uint64_t value) {
   uint32_t domains = c.ranks / c.scaleUp, o = peer / c.scaleUp, first = p::ldg<uint32_t>(&ep_rail_state(c, g)->signals);
-  uint64_t *said = (uint64_t *)(g.scratch + ep_rail_masks(c, g).said) + kind * domains + o, before = p::ld_relaxed_sys(said);
+  uint64_t *said = (uint64_t *)(g.scratch + ep_rail_masks(c, g).said) + kind * domains + o,
+           before = p::ld_relaxed_sys(said);
   if (kind == EP_RAIL_BEAT) value = before + 1;
   if (value == before) return;
   p::st_relaxed_sys(said, value);
@@ -38,7 +40,8 @@ template <class C> DEV_APART void ep_rail_says(const C c, const epGroupArgs &g, 
 }
 /* What a signal there has been brought to. */
 template <class C> DEV_APART uint64_t ep_rail_said(const C c, const epGroupArgs &g, uint32_t kind, uint32_t peer) {
-  return p::ld_relaxed_sys((const uint64_t *)(g.scratch + ep_rail_masks(c, g).said) + kind * (c.ranks / c.scaleUp) + peer / c.scaleUp);
+  return p::ld_relaxed_sys((const uint64_t *)(g.scratch + ep_rail_masks(c, g).said) + kind * (c.ranks / c.scaleUp) +
+                           peer / c.scaleUp);
 }
 
 /* With masks: all that was added to signal i (META, REPLY, CREDIT, then a channel's ROWS) of domain o in the slot of the operation, by one thread at a
@@ -46,9 +49,11 @@ template <class C> DEV_APART uint64_t ep_rail_said(const C c, const epGroupArgs 
 DEV uint64_t ep_sent_index(uint32_t slot, uint32_t domains, uint32_t channels, uint32_t o, uint32_t i) {
   return ((uint64_t)slot * domains + o) * (3 + channels) + i;
 }
-template <class C> DEV uint64_t *ep_sent(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t o, uint32_t i) {
+template <class C>
+DEV uint64_t *ep_sent(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t o, uint32_t i) {
   return (uint64_t *)(g.scratch + ep_rail_masks(c, g).sent) +
-         ep_sent_index((uint32_t)(g.scratchLayout.state / EP_SECTION_ALIGN), c.ranks / c.scaleUp, h.layout.channels, o, i);
+         ep_sent_index((uint32_t)(g.scratchLayout.state / EP_SECTION_ALIGN), c.ranks / c.scaleUp, h.layout.channels, o,
+                       i);
 }
 template <class C>
 DEV void ep_rail_sends(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t o, uint32_t i, uint64_t add) {
@@ -58,7 +63,8 @@ DEV void ep_rail_sends(const C c, const epGroupArgs &g, const epHybridGroup &h, 
 }
 /* What is to be added now, so that all of it is `want`. */
 template <class C>
-DEV uint64_t ep_rail_owes(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t o, uint32_t i, uint64_t want) {
+DEV uint64_t ep_rail_owes(const C c, const epGroupArgs &g, const epHybridGroup &h, uint32_t o, uint32_t i,
+                          uint64_t want) {
   uint64_t *sent = ep_sent(c, g, h, o, i), before = p::ld_relaxed_sys(sent);
   p::st_relaxed_sys(sent, want);
   return want - before;
@@ -97,7 +103,8 @@ DEV bool ep_await_value(const C c, const epGroupArgs &g, F read, G done, uint64_
 /* Whole block, with masks: for every other domain, whether this rank's signal from there has come to `want`: settle(o, came). False: a wait gave up
  * for good. */
 template <class C, class F, class G>
-DEV bool ep_await_rails(const C c, const epGroupArgs &g, const epGin &gin, uint64_t want, uint32_t phase, F signalOf, G settle) {
+DEV bool ep_await_rails(const C c, const epGroupArgs &g, const epGin &gin, uint64_t want, uint32_t phase, F signalOf,
+                        G settle) {
   uint32_t domains = c.ranks / c.scaleUp, mine = g.rank / c.scaleUp;
   bool ok = true;
   for (uint32_t o = p::tid(); o < domains; o += c.threads) {
@@ -121,7 +128,9 @@ template <class C> DEV uint32_t ep_left_rail(const C c, uint32_t domain) {
   epConfig plain = ep_plain_config(c);
   return p::smem_base() + epLeftOffset(&plain) + 4 * domain;
 }
-template <class C> DEV uint32_t ep_left_near(const C c, uint32_t up) { return ep_left_rail(c, c.ranks / c.scaleUp + up); }
+template <class C> DEV uint32_t ep_left_near(const C c, uint32_t up) {
+  return ep_left_rail(c, c.ranks / c.scaleUp + up);
+}
 template <class C> DEV bool ep_left(const C c, uint32_t word) { return c.mask && p::lds<uint32_t>(word) != 0; }
 /* A credit came, or did not. False: a wait gave up for good. */
 template <class C> DEV bool ep_take(const C c, const epGroupArgs &g, bool came, uint32_t word) {
@@ -164,7 +173,8 @@ template <class C> DEV bool ep_rail_there(const C c, const epGroupArgs &g, uint3
 }
 /* Whole block: signals of the update `gen`, and who has sent them. */
 template <class C, class F>
-DEV bool ep_rails_settle(const C c, const epGroupArgs &g, const epGin &gin, uint32_t what, uint32_t gen, uint32_t phase, F signalOf) {
+DEV bool ep_rails_settle(const C c, const epGroupArgs &g, const epGin &gin, uint32_t what, uint32_t gen, uint32_t phase,
+                         F signalOf) {
   return ep_await_rails(c, g, gin, gen, phase, signalOf, [&](uint32_t o, bool came) {
     p::st_relaxed_sys(ep_rail_came(c, g, what, o), came ? gen : gen - 1);
   });
@@ -173,7 +183,8 @@ DEV bool ep_rails_settle(const C c, const epGroupArgs &g, const epGin &gin, uint
 /* All blocks of an update: whose decisions have come along the rail, found out by the first block and the same for all. `agrees`, a whole
  * block: those that came can be taken apart. */
 template <class C, class F, class G>
-DEV bool ep_rails_verdict(const C c, const epGroupArgs &g, const epGin &gin, uint32_t gen, uint32_t phase, F signalOf, G agrees) {
+DEV bool ep_rails_verdict(const C c, const epGroupArgs &g, const epGin &gin, uint32_t gen, uint32_t phase, F signalOf,
+                          G agrees) {
   uint32_t *verdict = &ep_rail_state(c, g)->verdict;
   bool ok = true;
   if (p::bid() == 0 && ep_rails_settle(c, g, gin, 0, gen, phase, signalOf) && agrees() && p::tid() == 0)
@@ -189,7 +200,8 @@ DEV bool ep_rails_verdict(const C c, const epGroupArgs &g, const epGin &gin, uin
 
 /* The tail has come to `want` of operation `gen`, or never will. */
 DEV bool ep_tail_settled(uint64_t seen, uint64_t want, uint32_t gen) {
-  return ep_reached(seen, want, EP_TAIL_ROLL) || ((seen & EP_TAIL_LOST) && ep_reached(seen, epTailOf(gen, 0), EP_TAIL_ROLL));
+  return ep_reached(seen, want, EP_TAIL_ROLL) ||
+         ((seen & EP_TAIL_LOST) && ep_reached(seen, epTailOf(gen, 0), EP_TAIL_ROLL));
 }
 
 #endif

@@ -17,9 +17,11 @@
 
 /* ep_meet for a peer of the rail. Its words are there when their sum is that of its call, and are of its running meeting when its answer to mine
  * names that. */
-template <class C> DEV bool ep_rail_meet(const C c, const epMaskArgs &a, uint32_t peer, uint32_t number, uint64_t most) {
+template <class C>
+DEV bool ep_rail_meet(const C c, const epMaskArgs &a, uint32_t peer, uint32_t number, uint64_t most) {
   const epGroupArgs &g = a.group;
-  uint32_t mine[3] = {p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch), p::ldg<uint32_t>(&ep_state(g)->updateGen), ep_meet_stage_gen(a)};
+  uint32_t mine[3] = {p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch), p::ldg<uint32_t>(&ep_state(g)->updateGen),
+                      ep_meet_stage_gen(a)};
   for (uint32_t i = 0; i < 3; i++) ep_rail_says(c, g, EP_RAIL_EPOCH + i, peer, mine[i]);
   ep_rail_says(c, g, EP_RAIL_CALL, peer, (uint64_t)number << 32 | (uint32_t)(mine[0] + mine[1] + mine[2]));
   uint64_t start = p::globaltimer();
@@ -32,7 +34,8 @@ template <class C> DEV bool ep_rail_meet(const C c, const epMaskArgs &a, uint32_
       ep_rail_says(c, g, EP_RAIL_ACK, peer, (uint64_t)number << 32 | n);
       answered = n;
     }
-    heard &= ~(uint64_t)EP_MEET_LANDED; /* which the peer may have said already, where nothing had to be brought anywhere */
+    heard &=
+        ~(uint64_t)EP_MEET_LANDED; /* which the peer may have said already, where nothing had to be brought anywhere */
     if (whole && heard == ((uint64_t)n << 32 | number) && ep_meet_round(c, a, number, n)) {
       for (uint32_t i = 0; i < 3; i++) p::sts<uint32_t>(ep_meet_at(peer, 1 + i), its[i]);
       return true;
@@ -42,16 +45,22 @@ template <class C> DEV bool ep_rail_meet(const C c, const epMaskArgs &a, uint32_
 }
 
 /* Signal i of a slot's network is in use: updates have those of the first slot, low latency has no second one. */
-DEV bool ep_signal_used(const epMaskArgs &a, uint32_t slot, uint32_t i) { return a.lowLatency ? i != 1 : !slot || i >= 2; }
+DEV bool ep_signal_used(const epMaskArgs &a, uint32_t slot, uint32_t i) {
+  return a.lowLatency ? i != 1 : !slot || i >= 2;
+}
 /* What it is when all has been sent of what the view counts; `from`: the domain that adds to it. */
 struct epTopUp {
   uint32_t context, signal;
   uint64_t value;
 };
-template <class C> DEV epTopUp ep_top_up(const C c, const epMaskArgs &a, uint32_t from, uint32_t i, const epMeetView &v) {
+template <class C>
+DEV epTopUp ep_top_up(const C c, const epMaskArgs &a, uint32_t from, uint32_t i, const epMeetView &v) {
   uint32_t domains = c.ranks / c.scaleUp;
-  epTopUp t = {i < 3 ? 0 : (i - 3) % a.contexts, i < 3 ? i * domains + from : epSignalRows(domains, a.channels, from, i - 3),
-               i < 2 ? v.updateGen : i == 2 ? v.stageGen : epTailOf(v.stageGen + 1, 0)};
+  epTopUp t = {i < 3 ? 0 : (i - 3) % a.contexts,
+               i < 3 ? i * domains + from : epSignalRows(domains, a.channels, from, i - 3),
+               i < 2    ? v.updateGen
+               : i == 2 ? v.stageGen
+                        : epTailOf(v.stageGen + 1, 0)};
   if (a.lowLatency && i < 3) {
     t.signal = i ? epLlSignalGreet(domains, from) : epLlSignalMessage(from);
     t.value = v.stageGen;
@@ -62,7 +71,8 @@ template <class C> DEV epTopUp ep_top_up(const C c, const epMaskArgs &a, uint32_
 }
 
 /* One thread: as ep_meet_agrees, for a peer of the rail. */
-template <class C> DEV bool ep_rail_agrees(const C c, const epMaskArgs &a, uint32_t peer, uint32_t number, const epMeetView &v) {
+template <class C>
+DEV bool ep_rail_agrees(const C c, const epMaskArgs &a, uint32_t peer, uint32_t number, const epMeetView &v) {
   const epGroupArgs &g = a.group;
   uint32_t domains = c.ranks / c.scaleUp, o = peer / c.scaleUp, count = 3 + a.channels;
   uint64_t *sent = (uint64_t *)(g.scratch + ep_rail_masks(c, g).sent);
@@ -87,7 +97,8 @@ template <class C> DEV bool ep_rail_agrees(const C c, const epMaskArgs &a, uint3
   }
   uint32_t its = (uint32_t)(ep_rail_hears(c, g, EP_RAIL_CALL, peer) >> 32);
   ep_rail_says(c, g, EP_RAIL_ACK, peer, (uint64_t)number << 32 | EP_MEET_LANDED | its);
-  for (uint32_t round = 0; ep_rail_hears(c, g, EP_RAIL_ACK, peer) != ((uint64_t)its << 32 | EP_MEET_LANDED | number); round++)
+  for (uint32_t round = 0; ep_rail_hears(c, g, EP_RAIL_ACK, peer) != ((uint64_t)its << 32 | EP_MEET_LANDED | number);
+       round++)
     if (ep_meet_late(g, start, round, g.timeoutNs / 8 * 3)) return false;
   return true;
 }
@@ -135,7 +146,8 @@ template <class C> DEV_APART void ep_domains_clean(const C c, const epMaskArgs &
     for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
       uint64_t most = g.timeoutNs + round * (g.timeoutNs / 8); /* who came once may have waited so long for others */
       if (p::lds<uint32_t>(ep_meet_at(r, 0)))
-        p::sts<uint32_t>(ep_meet_at(r, 0), ep_is_far(c, g, r) ? ep_rail_meet(c, a, r, number, most) : ep_meet(c, a, r, number, most));
+        p::sts<uint32_t>(ep_meet_at(r, 0),
+                         ep_is_far(c, g, r) ? ep_rail_meet(c, a, r, number, most) : ep_meet(c, a, r, number, most));
     }
     p::sync_threads();
     v = ep_meet_view(c, a);
@@ -151,7 +163,8 @@ template <class C> DEV_APART void ep_domains_clean(const C c, const epMaskArgs &
   for (uint32_t r = p::tid(); r < c.ranks; r += c.threads) {
     bool far = ep_is_far(c, g, r);
     if (r == g.rank || (far && r % c.scaleUp != g.rank % c.scaleUp)) continue;
-    bool came = p::lds<uint32_t>(ep_meet_at(r, 0)) && (far ? ep_rail_agrees(c, a, r, number, v) : ep_meet_agrees(c, a, r, number, v));
+    bool came = p::lds<uint32_t>(ep_meet_at(r, 0)) &&
+                (far ? ep_rail_agrees(c, a, r, number, v) : ep_meet_agrees(c, a, r, number, v));
     if (!came && !ep_masked(c, g, r)) ep_note(c, g, EP_ERR_MASKED, EP_PHASE_MASK_CLEAN, r, number, 0);
     if (!came && far) ep_rail_says(c, g, EP_RAIL_TOLD, r, v.epoch + 1);
     if (!came && !far)

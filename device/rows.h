@@ -249,7 +249,9 @@ DEV uint4 ep_zero4() {
 }
 
 /* With masks: nothing is sent to this rank by this block. Known once credits were waited for. */
-template <class C> DEV bool ep_left_out(const C c, const epPipe &q, uint32_t rank) { return c.mask && !ep_peer(q, rank); }
+template <class C> DEV bool ep_left_out(const C c, const epPipe &q, uint32_t rank) {
+  return c.mask && !ep_peer(q, rank);
+}
 
 /* Whole block, its last threads first: those of the signaller have nothing else to look at. Every peer has finished reading what operation gen - 1 and earlier left in its staging. */
 template <class C>
@@ -360,7 +362,8 @@ template <class C> DEV uint32_t ep_most_rows(const C c, const epPipe &q) {
 /* The signallers of the first block that sends and of the first that receives, which has nothing else to do: the one tells the peers which
  * operation this is, the other looks whether it is theirs. */
 template <class C>
-DEV void ep_meet_peers(const C c, const epGroupArgs &g, const epPipe &q, uint32_t gen, uint32_t kind, bool push, bool usable) {
+DEV void ep_meet_peers(const C c, const epGroupArgs &g, const epPipe &q, uint32_t gen, uint32_t kind, bool push,
+                       bool usable) {
   if (!push && usable)
     ep_greeted(c, g, 0, c.ranks, gen, kind,
                EP_KIND_OF(kind) == EP_KIND_COMBINE ? EP_PHASE_COMBINE_ROWS : EP_PHASE_DISPATCH_ROWS);

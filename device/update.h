@@ -73,9 +73,12 @@ template <class C> DEV epRouteLane ep_route_lane(const C c, const epUpdateArgs &
       ep_report_index(a.group, r.token, r.k, e);
   }
   r.owner = r.expert / locals;
-  if (c.mask && c.scaleUp && r.valid) /* with several domains masks are looked at here alone, so that all that follows knows of one routing */
-    r.valid = w.again ? p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)r.token * c.topk + r.k) >= 0
-                      : ep_can_reach(c, a.group, r.owner);
+  if (c.mask && c.scaleUp &&
+      r.valid) /* with several domains masks are looked at here alone, so that all that follows knows of one routing */
+    r.valid =
+        w.again
+            ? p::ldg<int32_t>((const int32_t *)(a.record + a.recordLayout.topk) + (uint64_t)r.token * c.topk + r.k) >= 0
+            : ep_can_reach(c, a.group, r.owner);
   r.expertMask = p::match_any(p::FULL, r.valid ? r.expert : ep_lone_key());
   uint32_t mates = p::match_any(p::FULL, r.valid ? sub * c.ranks + r.owner : ep_lone_key());
   r.first = r.valid && (mates & ep_lanes_below()) == 0;

@@ -291,7 +291,8 @@ static void relax(epBackend *be, uint64_t deadlineNs) {
   b->fabric->relax(lock, b->rank, deadlineNs);
 }
 
-static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts, uint32_t signals, uint32_t *, epGin *out) {
+static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts, uint32_t signals, uint32_t *,
+                              epGin *out) {
   Call c(be, "ginCreate");
   Fabric &f = c.fabric();
   Window *w = reinterpret_cast<Window *>(window);
@@ -299,7 +300,8 @@ static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts
   u8 *mine = nullptr;
   std::vector<u8 *> all(n);
   ncclResult_t rc = c.rc;
-  if (rc == ncclSuccess) rc = allocate(f, c.b->rank, "signals", RegionKind::Window, 8 * size_t(contexts) * signals, &mine);
+  if (rc == ncclSuccess)
+    rc = allocate(f, c.b->rank, "signals", RegionKind::Window, 8 * size_t(contexts) * signals, &mine);
   if (rc != ncclSuccess) return rc;
   w->signals = mine;
   rc = f.exchange(c.lock, c.b->rank, "ginCreate", &mine, all.data(), sizeof mine, c.b->base.patienceNs);
@@ -319,11 +321,11 @@ static ncclResult_t ginCreate(epBackend *be, epWindow *window, uint32_t contexts
   return ncclSuccess;
 }
 
-static const epBackendOps ops = {"emu",        destroy,      topology,     allGather,       alloc,         freeDevice,
-                                 allocMapped,  freeMapped,   windowCreate, windowDestroy,   windowAddress, kernel,
-                                 launch,       fill,         copyToDevice, copyToHost,      synchronize,   isCapturing,
-                                 streamCreate, streamDestroy, eventCreate, eventDestroy,    eventRecord,   streamWait,
-                                 isDeviceAddress, relax,     ginCreate};
+static const epBackendOps ops = {
+    "emu",        destroy,      topology,      allGather,       alloc,        freeDevice,    allocMapped,
+    freeMapped,   windowCreate, windowDestroy, windowAddress,   kernel,       launch,        fill,
+    copyToDevice, copyToHost,   synchronize,   isCapturing,     streamCreate, streamDestroy, eventCreate,
+    eventDestroy, eventRecord,  streamWait,    isDeviceAddress, relax,        ginCreate};
 
 epBackend *makeBackend(const std::shared_ptr<Fabric> &fabric, int rank) {
   Backend *b = new Backend;

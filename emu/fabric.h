@@ -40,7 +40,7 @@ struct Comm {
 struct Window {
   std::vector<u8 *> base; // by rank
   std::vector<size_t> bytes;
-  bool owned; // the memory came with it
+  bool owned;            // the memory came with it
   u8 *signals = nullptr; // of its network, this rank's
   GinPort *gin = nullptr;
 };
@@ -85,7 +85,7 @@ public:
   ncclResult_t createStream(int rank, Stream **out);
   ncclResult_t destroyStream(Lock &lock, int rank, Stream *s, const char *call);
   void stop(int rank, bool stopped, u64 after); // ncclEpEmuRankStop
-  void leave(int rank); // the communicator is destroyed
+  void leave(int rank);                         // the communicator is destroyed
   bool empty() const;
   bool reaches(int a, int b) const { return a / scaleUp == b / scaleUp; }
 

@@ -30,8 +30,10 @@
 
 namespace emu {
 
-static const char *const names[EP_KERNEL_COUNT] = {"update", "dispatch", "combine", "ll_update", "ll_dispatch", "ll_combine",
-                                                   "hybrid_update", "hybrid_dispatch", "hybrid_combine", "hybrid_ll_dispatch", "hybrid_ll_combine", "mask", "mask"};
+static const char *const names[EP_KERNEL_COUNT] = {
+    "update",        "dispatch",        "combine",        "ll_update",          "ll_dispatch",       "ll_combine",
+    "hybrid_update", "hybrid_dispatch", "hybrid_combine", "hybrid_ll_dispatch", "hybrid_ll_combine", "mask",
+    "mask"};
 
 const char *kernelName(int id) { return id >= 0 && id < EP_KERNEL_COUNT ? names[id] : "?"; }
 
@@ -54,7 +56,8 @@ std::function<void()> kernelBody(int id, const epConfig &config, const void *arg
     return bind<epCombineArgs>([](const epConfig &c, const epCombineArgs &a) { ep_combine(c, a); }, config, args,
                                bytes);
   case EP_KERNEL_LL_UPDATE:
-    return bind<epLlUpdateArgs>([](const epConfig &c, const epLlUpdateArgs &a) { ep_ll_update(c, a); }, config, args, bytes);
+    return bind<epLlUpdateArgs>([](const epConfig &c, const epLlUpdateArgs &a) { ep_ll_update(c, a); }, config, args,
+                                bytes);
   case EP_KERNEL_LL_DISPATCH:
     return bind<epLlDispatchArgs>([](const epConfig &c, const epLlDispatchArgs &a) { ep_ll_dispatch(c, a); }, config,
                                   args, bytes);
@@ -62,20 +65,20 @@ std::function<void()> kernelBody(int id, const epConfig &config, const void *arg
     return bind<epLlCombineArgs>([](const epConfig &c, const epLlCombineArgs &a) { ep_ll_combine(c, a); }, config, args,
                                  bytes);
   case EP_KERNEL_HYBRID_UPDATE:
-    return bind<epHybridUpdateArgs>([](const epConfig &c, const epHybridUpdateArgs &a) { ep_hybrid_update(c, a); }, config,
-                                    args, bytes);
+    return bind<epHybridUpdateArgs>([](const epConfig &c, const epHybridUpdateArgs &a) { ep_hybrid_update(c, a); },
+                                    config, args, bytes);
   case EP_KERNEL_HYBRID_DISPATCH:
-    return bind<epHybridDispatchArgs>([](const epConfig &c, const epHybridDispatchArgs &a) { ep_hybrid_dispatch(c, a); },
-                                      config, args, bytes);
+    return bind<epHybridDispatchArgs>(
+        [](const epConfig &c, const epHybridDispatchArgs &a) { ep_hybrid_dispatch(c, a); }, config, args, bytes);
   case EP_KERNEL_HYBRID_COMBINE:
     return bind<epHybridCombineArgs>([](const epConfig &c, const epHybridCombineArgs &a) { ep_hybrid_combine(c, a); },
                                      config, args, bytes);
   case EP_KERNEL_HYBRID_LL_DISPATCH:
-    return bind<epHybridLlDispatchArgs>([](const epConfig &c, const epHybridLlDispatchArgs &a) { ep_hybrid_ll_dispatch(c, a); },
-                                        config, args, bytes);
+    return bind<epHybridLlDispatchArgs>(
+        [](const epConfig &c, const epHybridLlDispatchArgs &a) { ep_hybrid_ll_dispatch(c, a); }, config, args, bytes);
   case EP_KERNEL_HYBRID_LL_COMBINE:
-    return bind<epHybridLlCombineArgs>([](const epConfig &c, const epHybridLlCombineArgs &a) { ep_hybrid_ll_combine(c, a); },
-                                       config, args, bytes);
+    return bind<epHybridLlCombineArgs>(
+        [](const epConfig &c, const epHybridLlCombineArgs &a) { ep_hybrid_ll_combine(c, a); }, config, args, bytes);
   case EP_KERNEL_HYBRID_MASK:
   case EP_KERNEL_MASK:
     return bind<epMaskArgs>([](const epConfig &c, const epMaskArgs &a) { ep_mask(c, a); }, config, args, bytes);

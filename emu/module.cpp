@@ -244,7 +244,8 @@ static ncclResult_t eventCreate(ncclComm_t comm, cudaEvent_t *event) {
 
 static ncclResult_t eventDestroy(ncclComm_t comm, cudaEvent_t event) {
   static const char call[] = "ncclEpEmuEventDestroy";
-  return with(comm, call, [&](Lock &, Comm &c) { return dropEvent(*c.fabric, c.rank, event, call); }, true);
+  return with(
+      comm, call, [&](Lock &, Comm &c) { return dropEvent(*c.fabric, c.rank, event, call); }, true);
 }
 
 static ncclResult_t eventRecord(ncclComm_t comm, cudaEvent_t event, cudaStream_t stream) {

@@ -137,9 +137,7 @@ void Engine::wake(Fiber *f) {
   }
 }
 
-bool Engine::frozen(const Warp *w) const {
-  return !freezeAt.empty() && now >= freezeAt[size_t(w->block->rank)];
-}
+bool Engine::frozen(const Warp *w) const { return !freezeAt.empty() && now >= freezeAt[size_t(w->block->rank)]; }
 
 void Engine::freeze(int rank, u64 after) {
   freezeAt.resize(streams.size(), ~0ull);
@@ -563,7 +561,8 @@ bool Engine::advanceClock() {
     return false; // nobody looks at the clock
   clockReadsAtJump = clockReads;
   if (clockNs > CLOCK_LIMIT_NS) return false;
-  jumpNs = clockJumps++ ? std::min<u64>(jumpNs + jumpNs / 8, 65536000000ull) : 1000000ull; // small beside what has passed already
+  jumpNs = clockJumps++ ? std::min<u64>(jumpNs + jumpNs / 8, 65536000000ull)
+                        : 1000000ull; // small beside what has passed already
   clockNs += jumpNs;
   lastChange = now;
   wakeAllParked();

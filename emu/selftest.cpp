@@ -494,10 +494,10 @@ static void testNumbers(void **) {
 
 int main() {
   const CMUnitTest tests[] = {
-      cmocka_unit_test(testMessage), cmocka_unit_test(testBulk),    cmocka_unit_test(testCredit),
-      cmocka_unit_test(testGrid),    cmocka_unit_test(testNetwork), cmocka_unit_test(testExecution),
-      cmocka_unit_test(testStreams), cmocka_unit_test(testFreed),   cmocka_unit_test(testNoWeakMemory),
-      cmocka_unit_test(testSparse),  cmocka_unit_test(testThreads), cmocka_unit_test(testMissingRank),
+      cmocka_unit_test(testMessage), cmocka_unit_test(testBulk),          cmocka_unit_test(testCredit),
+      cmocka_unit_test(testGrid),    cmocka_unit_test(testNetwork),       cmocka_unit_test(testExecution),
+      cmocka_unit_test(testStreams), cmocka_unit_test(testFreed),         cmocka_unit_test(testNoWeakMemory),
+      cmocka_unit_test(testSparse),  cmocka_unit_test(testThreads),       cmocka_unit_test(testMissingRank),
       cmocka_unit_test(testNumbers), cmocka_unit_test(testNetworkCloses),
   };
   return cmocka_run_group_tests_name("emu_prims", tests, nullptr, nullptr);

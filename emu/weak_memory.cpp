@@ -384,7 +384,8 @@ u64 Engine::poll(const void *addr, u32 bytes, bool acquiring, bool system, Place
   for (size_t i = 0; i < f->polled.size(); i++) {
     PolledWord &p = f->polled[i];
     u64 v = present(p);
-    if (v != p.seen || (p.addr == a && v != p.read)) changed = true; // news of one word are news until it is read itself
+    if (v != p.seen || (p.addr == a && v != p.read))
+      changed = true; // news of one word are news until it is read itself
     p.seen = v;
     if (p.addr == a) known = true, own = i;
   }

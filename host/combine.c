@@ -149,8 +149,8 @@ ncclResult_t epCombine(const char *call, ncclEpHandle_t h, const ncclEpCombineIn
   epConfig kc;
   epGrid grid;
   epOperation op;
-  epIssue how = {config->send_only != 0, ext->start_event, ext->epilogue_event, ext->done_event, ext->communication_stream,
-                 NULL};
+  epIssue how = {config->send_only != 0, ext->start_event,          ext->epilogue_event,
+                 ext->done_event,        ext->communication_stream, NULL};
   ncclResult_t r = epHandleFind(call, h);
   if (r != ncclSuccess) return r;
   g = h->group;

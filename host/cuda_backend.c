@@ -9,7 +9,6 @@
 #include "cuda_internal.h"
 #include "env.h"
 
-
 static epCuda *cudaOf(epBackend *base) { return (epCuda *)base; }
 
 ncclResult_t epCudaCurrent(epCuda *be, epCudaScope *scope) {

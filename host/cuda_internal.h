@@ -21,7 +21,7 @@ typedef struct epCuda {
   void *bounceHost; /* allGather's, grown on demand */
   epCuPtr bounceDev;
   size_t bounceBytes;
-  epKernel *kernels;      /* held by this object */
+  epKernel *kernels; /* held by this object */
   int stuck; /* such a wait gave up: NCCL's kernel is still on the device, and whatever waits for that would hang */
 } epCuda;
 

@@ -222,9 +222,10 @@ static ncclResult_t epHandleRecognise(const char *call, struct ncclEpHandle *h) 
                   call, head.rank, head.ranks, head.experts, head.maxTokens, head.layout, g->topology.rank,
                   g->shape.ranks, g->shape.experts, g->shape.maxTokens, epLayoutKind(g, h->layout));
   if (head.version != EP_HYBRID_VERSION(scaleUp))
-    return epFail(ncclInvalidUsage,
-                  "%s: handle_mem holds the record of a group with scale-up domains of %u ranks: expected %u (0: one domain)",
-                  call, head.version >> 16, scaleUp);
+    return epFail(
+        ncclInvalidUsage,
+        "%s: handle_mem holds the record of a group with scale-up domains of %u ranks: expected %u (0: one domain)",
+        call, head.version >> 16, scaleUp);
   if (head.topk < 1 || head.topk > h->topkRoom || (h->topkFixed && head.topk != h->topkFixed))
     return epFail(ncclInvalidUsage, "%s: handle_mem holds a record with top-k %u: expected %s%u", call, head.topk,
                   h->topkFixed ? "" : "at most ", h->topkRoom);

@@ -21,11 +21,11 @@ void epLlWindow(const epShape *s, epWindowLayout *w) {
 
 ncclResult_t epLlWindowCheck(const char *call, const epShape *s, uint64_t bytes) {
   if (bytes <= EP_LL_MAX_WINDOW) return ncclSuccess;
-  return epFail(ncclInvalidUsage,
-                "%s: low latency with %u ranks and %u tokens of %u bytes needs a window of %llu bytes: expected at most "
-                "%llu (fewer max_dispatch_tokens_per_rank, or high throughput)",
-                call, s->ranks, s->maxTokens, s->maxRowBytes, (unsigned long long)bytes,
-                (unsigned long long)EP_LL_MAX_WINDOW);
+  return epFail(
+      ncclInvalidUsage,
+      "%s: low latency with %u ranks and %u tokens of %u bytes needs a window of %llu bytes: expected at most "
+      "%llu (fewer max_dispatch_tokens_per_rank, or high throughput)",
+      call, s->ranks, s->maxTokens, s->maxRowBytes, (unsigned long long)bytes, (unsigned long long)EP_LL_MAX_WINDOW);
 }
 
 ncclResult_t epLlBufferSize(const epShape *s, ncclEpBufferSize_t *sizes) {
@@ -52,10 +52,11 @@ ncclResult_t epLlHandleCheck(const char *call, ncclEpLayout_t layout, const nccl
                   "%s: layout is %d: expected NCCL_EP_LAYOUT_RANK_MAJOR or NCCL_EP_LAYOUT_EXPERT_MAJOR", call,
                   (int)layout);
   if (config->dispatch_output_per_expert_alignment > 1)
-    return epFail(ncclInvalidArgument,
-                  "%s: dispatch_output_per_expert_alignment is %zu: expected 0 in low latency, whose experts have fixed "
-                  "places",
-                  call, config->dispatch_output_per_expert_alignment);
+    return epFail(
+        ncclInvalidArgument,
+        "%s: dispatch_output_per_expert_alignment is %zu: expected 0 in low latency, whose experts have fixed "
+        "places",
+        call, config->dispatch_output_per_expert_alignment);
   return ncclSuccess;
 }
 
@@ -143,9 +144,9 @@ static ncclResult_t placesCheck(epArgName name, const struct ncclEpHandle *h, co
     r = rankMajor ? epTensorExtent(name, t, 0, s->ranks, "ranks")
                   : epTensorExtent(name, t, 0, s->experts / s->ranks, "local experts");
   if (r == ncclSuccess)
-    r = rankMajor ? epTensorExtent(name, t, 1, s->maxTokens, "max_dispatch_tokens_per_rank")
-                  : epTensorExtent(name, t, 1, (uint64_t)s->ranks * s->maxTokens,
-                                   "ranks times max_dispatch_tokens_per_rank");
+    r = rankMajor
+            ? epTensorExtent(name, t, 1, s->maxTokens, "max_dispatch_tokens_per_rank")
+            : epTensorExtent(name, t, 1, (uint64_t)s->ranks * s->maxTokens, "ranks times max_dispatch_tokens_per_rank");
   return r == ncclSuccess ? epTensorExtent(name, t, 2, extent, what) : r;
 }
 
@@ -163,8 +164,7 @@ static int tokensKnown(const struct ncclEpHandle *h) { return h->updated || h->f
 
 static ncclResult_t tokensCheck(epArgName name, const struct ncclEpHandle *h, const ncclEpTensor_t *t) {
   ncclResult_t r = epTensorCheck(name, t, 2);
-  if (r == ncclSuccess && tokensKnown(h))
-    r = epTensorExtent(name, t, 0, h->tokens, "tokens of the handle's routing");
+  if (r == ncclSuccess && tokensKnown(h)) r = epTensorExtent(name, t, 0, h->tokens, "tokens of the handle's routing");
   if (r == ncclSuccess && t->sizes[0] > h->group->shape.maxTokens)
     r = epFail(ncclInvalidArgument, "%s: %s.sizes[0] is %zu: expected at most %u", name.call, name.tensor, t->sizes[0],
                h->group->shape.maxTokens);
@@ -188,51 +188,55 @@ static ncclResult_t passCheck(const char *call, ncclEpPassDir_t pass) {
 /* Scales lie in rows only, and no row is there to pad. */
 static ncclResult_t dispatchOptionsCheck(const char *call, const ncclEpDispatchExtConfig_t *ext) {
   if (ext->scale_layout != NCCL_EP_SCALE_ROW_MAJOR)
-    return epFail(ncclInvalidUsage,
-                  "%s: ext_config.scale_layout is %d: expected NCCL_EP_SCALE_ROW_MAJOR in low latency, whose places have "
-                  "their scales in rows",
-                  call, (int)ext->scale_layout);
+    return epFail(
+        ncclInvalidUsage,
+        "%s: ext_config.scale_layout is %d: expected NCCL_EP_SCALE_ROW_MAJOR in low latency, whose places have "
+        "their scales in rows",
+        call, (int)ext->scale_layout);
   if (ext->scale_column_stride)
-    return epFail(ncclInvalidUsage,
-                  "%s: ext_config.scale_column_stride is %zu: expected 0 in low latency, whose places have their scales "
-                  "in rows",
-                  call, ext->scale_column_stride);
+    return epFail(
+        ncclInvalidUsage,
+        "%s: ext_config.scale_column_stride is %zu: expected 0 in low latency, whose places have their scales "
+        "in rows",
+        call, ext->scale_column_stride);
   if (ext->no_zero_pad)
     return epFail(ncclInvalidUsage,
                   "%s: ext_config.no_zero_pad is %d: expected 0, as low latency never fills the places it does not use",
                   call, ext->no_zero_pad);
   if (ext->num_sms)
-    return epFail(ncclInvalidUsage, "%s: ext_config.num_sms is %u: expected 0 in low latency, which is set by its group",
-                  call, ext->num_sms);
+    return epFail(ncclInvalidUsage,
+                  "%s: ext_config.num_sms is %u: expected 0 in low latency, which is set by its group", call,
+                  ext->num_sms);
   if (ext->num_qps)
-    return epFail(ncclInvalidUsage, "%s: ext_config.num_qps is %u: expected 0 in low latency, which is set by its group",
-                  call, ext->num_qps);
+    return epFail(ncclInvalidUsage,
+                  "%s: ext_config.num_qps is %u: expected 0 in low latency, which is set by its group", call,
+                  ext->num_qps);
   return ncclSuccess;
 }
 
-static ncclResult_t counterCheck(const char *call, const char *field, struct ncclEpGroup *g, const ncclEpTensor_t *t, uint32_t extent,
-                                 const char *what, void **dev, uint32_t *wide) {
+static ncclResult_t counterCheck(const char *call, const char *field, struct ncclEpGroup *g, const ncclEpTensor_t *t,
+                                 uint32_t extent, const char *what, void **dev, uint32_t *wide) {
   const epArgName name = {call, field};
   ncclResult_t r;
   if (!t) return ncclSuccess;
   r = epTensorCheck(name, t, 1);
   if (r == ncclSuccess) r = epTensorExtent(name, t, 0, extent, what);
   if (r == ncclSuccess && t->datatype != ncclInt32 && t->datatype != ncclInt64)
-    r = epFail(ncclInvalidArgument, "%s: %s is %s: expected int32 or int64", call, field,
-               epTypeName(t->datatype));
+    r = epFail(ncclInvalidArgument, "%s: %s is %s: expected int32 or int64", call, field, epTypeName(t->datatype));
   if (r == ncclSuccess) r = epTensorAddress(name, g->be, t, epTypeBytes(t->datatype), dev);
   *wide = t->datatype == ncclInt64;
   return r;
 }
 
-static ncclResult_t dispatchCounters(const char *call, const struct ncclEpHandle *h, const ncclEpLayoutInfo_t *info, epLlDispatchArgs *a) {
+static ncclResult_t dispatchCounters(const char *call, const struct ncclEpHandle *h, const ncclEpLayoutInfo_t *info,
+                                     epLlDispatchArgs *a) {
   struct ncclEpGroup *g = h->group;
   ncclResult_t r;
   if (!info) return ncclSuccess;
   if (info->expert_offsets)
-    return epFail(ncclInvalidArgument,
-                  "%s: layout_info.expert_offsets is given: expected NULL in low latency, whose experts have fixed places",
-                  call);
+    return epFail(
+        ncclInvalidArgument,
+        "%s: layout_info.expert_offsets is given: expected NULL in low latency, whose experts have fixed places", call);
   if ((unsigned)info->recv_topk_idx_kind > NCCL_EP_EXPERT_ID_GLOBAL)
     return epFail(ncclInvalidArgument, "%s: layout_info.recv_topk_idx_kind is %d: expected an ncclEpExpertIdKind_t",
                   call, (int)info->recv_topk_idx_kind);
@@ -298,7 +302,7 @@ static ncclResult_t dispatchScales(const char *call, const struct ncclEpHandle *
 static ncclResult_t dispatchExtras(const char *call, const struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
                                    const ncclEpDispatchOutputs_t *out, epLlDispatchArgs *a) {
   const epArgName from = {call, "inputs.topk_weights"}, to = {call, "outputs.topk_weights"},
-                         index = {call, "outputs.topk_idx"};
+                  index = {call, "outputs.topk_idx"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
   ncclResult_t r;
@@ -319,9 +323,10 @@ static ncclResult_t dispatchExtras(const char *call, const struct ncclEpHandle *
   return r;
 }
 
-ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in, const ncclEpDispatchOutputs_t *out,
-                          const ncclEpLayoutInfo_t *info, const ncclEpDispatchConfig_t *config,
-                          const ncclEpDispatchExtConfig_t *ext, epIssue *how, cudaStream_t stream) {
+ncclResult_t epLlDispatch(const char *call, struct ncclEpHandle *h, const ncclEpDispatchInputs_t *in,
+                          const ncclEpDispatchOutputs_t *out, const ncclEpLayoutInfo_t *info,
+                          const ncclEpDispatchConfig_t *config, const ncclEpDispatchExtConfig_t *ext, epIssue *how,
+                          cudaStream_t stream) {
   struct ncclEpGroup *g = h->group;
   uint32_t rowBytes = 0, scaleBytes = 0;
   int forwarded = 0, quantise = config->quant_recipe == NCCL_EP_DISP_QUANT_DS_FP8E3M4;
@@ -403,15 +408,14 @@ static ncclResult_t combineTensors(const char *call, const struct ncclEpHandle *
                                    const ncclEpCombineOutputs_t *out, uint32_t *rowBytes, uint32_t *dtype,
                                    epLlCombineArgs *a) {
   const epArgName from = {call, "inputs.tokens"}, to = {call, "outputs.tokens"},
-                         weights = {call, "outputs.topk_weights"};
+                  weights = {call, "outputs.topk_weights"};
   const struct ncclEpGroup *g = h->group;
   void *dev = NULL;
   ncclResult_t r = tokensCheck(to, h, out->tokens);
   if (r == ncclSuccess) r = placesCheck(from, h, in->tokens, out->tokens->sizes[1], "hidden of outputs.tokens");
   if (r == ncclSuccess) r = epCombineType(call, "inputs.tokens", in->tokens->datatype, dtype);
   if (r == ncclSuccess) r = epTensorType(to, out->tokens, in->tokens->datatype);
-  if (r == ncclSuccess)
-    r = epRowBytes(call, g, "inputs.tokens", in->tokens->sizes[2], in->tokens->datatype, rowBytes);
+  if (r == ncclSuccess) r = epRowBytes(call, g, "inputs.tokens", in->tokens->sizes[2], in->tokens->datatype, rowBytes);
   if (r == ncclSuccess) r = epTensorAddress(from, g->be, in->tokens, EP_ROW_ALIGN, &dev);
   if (r != ncclSuccess) return r;
   a->tokens = dev;
@@ -469,8 +473,7 @@ ncclResult_t epLlPrepareWishes(const struct ncclEpGroup *g, const ncclEpPrepareC
   if (r == ncclSuccess && p->backward)
     r = epFail(ncclInvalidUsage, "%s: backward is %d: expected 0, as low latency has the forward pass only", call,
                p->backward);
-  if (r == ncclSuccess && p->scale_bytes)
-    r = epScaleBytes(call, g, "scales", p->scale_bytes, rowBytes, &scaleBytes);
+  if (r == ncclSuccess && p->scale_bytes) r = epScaleBytes(call, g, "scales", p->scale_bytes, rowBytes, &scaleBytes);
   if (r != ncclSuccess) return r;
   c = configOf(g, kind, p->top_k, 0, EP_DTYPE_BYTES, 0);
   c.indexBytes = epTypeBytes(p->index_type);

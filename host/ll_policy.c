@@ -15,7 +15,7 @@
 /* Few items lie on as many SMs, up to this: one SM alone would store a token's eight slots in 1.5 us. */
 #define EP_LL_SPREAD 16u
 #define EP_LL_UPDATE_ENTRIES 2048u /* decisions a block of the update checks: one block at the sizes it is for */
-#define EP_EMU_LL_WARPS 2u /* there a thread is a fiber */
+#define EP_EMU_LL_WARPS 2u         /* there a thread is a fiber */
 
 static unsigned clampTo(uint64_t v, unsigned low, unsigned high) {
   return v < low ? low : v > high ? high : (unsigned)v;
@@ -47,7 +47,8 @@ ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned s
   unsigned warps = !topology->arch ? EP_EMU_LL_WARPS : hybrid ? EP_LL_HYBRID_WARPS : EP_LL_WARPS;
   unsigned most = (unsigned)topology->numSms, total = sms;
   uint64_t T = tokens ? tokens : 1;
-  if (hybrid && topology->ginProxy && most > 2 * EP_LL_PROXY_SMS && total > most - EP_LL_PROXY_SMS) total = most - EP_LL_PROXY_SMS;
+  if (hybrid && topology->ginProxy && most > 2 * EP_LL_PROXY_SMS && total > most - EP_LL_PROXY_SMS)
+    total = most - EP_LL_PROXY_SMS;
   if (total < 4) total = 4; /* each role has a block */
   uint32_t chunks = (tokens + epLlChunkTokens(c->topk) - 1) / epLlChunkTokens(c->topk);
   c->scaleUp = hybrid ? (uint32_t)topology->scaleUpRanks : 0;
@@ -69,12 +70,14 @@ ncclResult_t epPolicyLl(const char *call, const epTopology *topology, unsigned s
     uint64_t rows = T * least(c->layout == EP_LAYOUT_KIND_RANK_MAJOR ? c->ranks - 1 : c->ranks, c->topk);
     grid->pushBlocks = clampTo((T + EP_LL_TOKENS_A_BLOCK - 1) / EP_LL_TOKENS_A_BLOCK, 1, (total - 1) / 2);
     if (hybrid) { /* what the other domains' ranks send for this one: about as much as this rank for theirs */
-      uint64_t far = T * least((uint32_t)topology->scaleOutRanks - 1, c->topk) * epLlStrips(epLlTravels(c->rowBytes, c->scaleBytes));
+      uint64_t far = T * least((uint32_t)topology->scaleOutRanks - 1, c->topk) *
+                     epLlStrips(epLlTravels(c->rowBytes, c->scaleBytes));
       grid->pushBlocks = channelBlocks(topology, chunks, (total - 1) / 3);
       grid->forwardBlocks = blocksOf(far, 0, warps, (total - 1 - grid->pushBlocks) / 2);
     }
     grid->blocks = grid->pushBlocks + 1 + grid->forwardBlocks;
-    grid->blocks += blocksOf(rows * epLlPieces(epLlTravels(c->rowBytes, c->scaleBytes), c->layout), 1, warps, total - grid->blocks);
+    grid->blocks +=
+        blocksOf(rows * epLlPieces(epLlTravels(c->rowBytes, c->scaleBytes), c->layout), 1, warps, total - grid->blocks);
     return ncclSuccess;
   }
   /* 3-D: block 0 sends weights */

@@ -118,7 +118,8 @@ static ncclResult_t sendPart(const char *call, struct ncclEpHandle *h, unsigned 
   epGrid grid = gridOf(g, op, EP_PART_SEND);
   ncclResult_t r = epStreamsBegin(g, how, stream);
   if (r == ncclSuccess && op->route) r = epUpdatePending(call, h, how->work);
-  if (r == ncclSuccess && grid.blocks) r = launchOn(g, slot, op->kernelId, op->contexts, kernel, &grid, op->args, how->work);
+  if (r == ncclSuccess && grid.blocks)
+    r = launchOn(g, slot, op->kernelId, op->contexts, kernel, &grid, op->args, how->work);
   return r;
 }
 
@@ -202,7 +203,8 @@ ncclResult_t epOperationComplete(const char *call, struct ncclEpHandle *h, epIss
   if (on) r = epGroupUsable(call, g);
   if (r == ncclSuccess) r = epStreamsBegin(g, how, stream);
   if (r == ncclSuccess && on) r = epStreamsJoin(g, how, s->stream);
-  if (r == ncclSuccess && on) r = launchOn(g, s->slot, s->kernelId, s->contexts, s->kernel, &s->grid, &s->args, how->work);
+  if (r == ncclSuccess && on)
+    r = launchOn(g, s->slot, s->kernelId, s->contexts, s->kernel, &s->grid, &s->args, how->work);
   if (r != ncclSuccess) return r;
   if (on) {
     s->on = 0;

@@ -9,8 +9,8 @@ typedef struct epOperation {
   int kernelId;    /* EP_KERNEL_DISPATCH, EP_KERNEL_COMBINE, or low latency's */
   epConfig config; /* of the whole */
   epGrid grid;
-  void *args; /* the kernel's, but for the group and the blocks */
-  int route;  /* an update that is pending is launched first */
+  void *args;        /* the kernel's, but for the group and the blocks */
+  int route;         /* an update that is pending is launched first */
   uint32_t contexts; /* of the network, where there is one; 0: the group's */
 } epOperation;
 

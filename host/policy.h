@@ -8,7 +8,7 @@
 
 typedef struct epGrid {
   unsigned blocks, threads, smemBytes;
-  unsigned pushBlocks; /* of `blocks`; dispatch and combine */
+  unsigned pushBlocks;    /* of `blocks`; dispatch and combine */
   unsigned forwardBlocks; /* of `blocks`; low latency across scale-up domains */
 } epGrid;
 

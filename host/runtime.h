@@ -57,8 +57,8 @@ typedef struct epSlot {
 
 /* A group's own stream, and the order of its calls on different streams from then on (streams.c). */
 typedef struct epStreams {
-  cudaStream_t own;        /* NULL: not asked for yet */
-  cudaEvent_t fork, last;  /* the last call's work, on lastStream */
+  cudaStream_t own;       /* NULL: not asked for yet */
+  cudaEvent_t fork, last; /* the last call's work, on lastStream */
   cudaStream_t lastStream;
   int recorded;  /* `last` was */
   int capturing; /* the stream of the call under way */
@@ -92,9 +92,9 @@ struct ncclEpGroup {
   uint32_t maxInFlight;         /* staged operations */
   epSlot slots[EP_MAX_IN_FLIGHT];
   epStreams streams;
-  uint32_t updatesIssued;       /* generation of the last update that was launched outside of captures */
-  int updatesCaptured;          /* graphs may add updates that the host cannot count */
-  int lost;                     /* atomic: a wait gave up, generations of the ranks may differ */
+  uint32_t updatesIssued; /* generation of the last update that was launched outside of captures */
+  int updatesCaptured;    /* graphs may add updates that the host cannot count */
+  int lost;               /* atomic: a wait gave up, generations of the ranks may differ */
   epErrorRecord lostBy;
   int reported; /* bits of what the log has been told */
 };
@@ -121,11 +121,11 @@ struct ncclEpHandle {
   int owned;            /* the record is the library's memory */
   epHostCounts *counts; /* host address, NULL: no slot */
   uint8_t *countsDev;
-  uint32_t generation; /* of the last update; meaningful unless it was captured */
-  int captured;        /* the last update was captured */
-  int adds;            /* low latency: dispatches add to the experts' counters */
-  int dispatched;      /* low latency: the record holds what combine needs */
-  cudaStream_t stream; /* of the last update */
+  uint32_t generation;     /* of the last update; meaningful unless it was captured */
+  int captured;            /* the last update was captured */
+  int adds;                /* low latency: dispatches add to the experts' counters */
+  int dispatched;          /* low latency: the record holds what combine needs */
+  cudaStream_t stream;     /* of the last update */
   struct epStaged *staged; /* operation.c; NULL: there never was one */
   struct {
     int on; /* the last update borrowed these and launched nothing: the first dispatch does its work */

@@ -230,7 +230,7 @@ typedef enum {
   /* As AUTO, and the group is lost on the ranks whose rows overflowed: each further call there is refused with
    * ncclRemoteError. The CUDA context lives. Low latency, whose places are fixed, does not read it */
   NCCL_EP_OVERFLOW_TRAP,
-  NCCL_EP_OVERFLOW_DROP  /* as AUTO */
+  NCCL_EP_OVERFLOW_DROP /* as AUTO */
 } ncclEpOverflowPolicy_t;
 
 /* Shape and order of a dispatch output. N: received rows, M: padded slots, H: hidden, K: top-k, L: local experts,
@@ -263,9 +263,10 @@ typedef enum {
 
 /* Whether rows of dispatch may go straight into window-backed outputs of the peers (see "Windows" above). */
 typedef enum {
-  NCCL_EP_ZERO_COPY_AUTO = NCCL_EP_AUTO, /* into those that can be written so, where it pays: with few SMs; else staged */
-  NCCL_EP_ZERO_COPY_OFF,                 /* staging */
-  NCCL_EP_ZERO_COPY_ON /* a dispatch whose outputs.tokens cannot be written so is refused (with more than one rank).
+  NCCL_EP_ZERO_COPY_AUTO =
+      NCCL_EP_AUTO,      /* into those that can be written so, where it pays: with few SMs; else staged */
+  NCCL_EP_ZERO_COPY_OFF, /* staging */
+  NCCL_EP_ZERO_COPY_ON   /* a dispatch whose outputs.tokens cannot be written so is refused (with more than one rank).
                           Combine is as ever. Not supported yet across scale-up domains; low latency does not read it */
 } ncclEpZeroCopyMode_t;
 
@@ -520,8 +521,8 @@ NCCL_EP_STATIC_ASSERT_OFFSET(ncclEpDispatchOutputs_t, scales, 24);
 typedef struct {
   unsigned int size;
   unsigned int magic;
-  unsigned int send_only;         /* nonzero: only the sending part, ncclEpComplete does the rest: see "Staging" above */
-  unsigned int round_scales;      /* scales are powers of two: NCCL_EP_DISP_QUANT_DS_FP8E3M4; else must be 0 */
+  unsigned int send_only;    /* nonzero: only the sending part, ncclEpComplete does the rest: see "Staging" above */
+  unsigned int round_scales; /* scales are powers of two: NCCL_EP_DISP_QUANT_DS_FP8E3M4; else must be 0 */
   ncclEpPassDir_t pass_direction; /* forward unless set */
   ncclEpDispQuant_t quant_recipe; /* (version 2) whether scales travel too */
 } ncclEpDispatchConfig_t;

@@ -63,7 +63,8 @@ typedef struct {
   ncclDataType_t combine_datatype; /* of expert outputs where that is wider than `datatype`; else leave it 0 */
   int low_latency;                 /* 1: of a group of NCCL_EP_ALGO_LOW_LATENCY; 0: of high throughput */
   int enable_mask;                 /* of the group */
-  unsigned int in_flight; /* staged operations that all_window_bytes counts, at most 8; with enable_mask: max_in_flight of the group */
+  unsigned int
+      in_flight; /* staged operations that all_window_bytes counts, at most 8; with enable_mask: max_in_flight of the group */
 } ncclEpBufferSizeConfig_t;
 #ifdef __cplusplus
 }
@@ -94,7 +95,8 @@ typedef struct {
    * peer, and the peers are the ranks of the same index in the other domains. A group counts by the slowest rank's links and
    * its num_qp_per_rank, ncclEpCalculateBufferSize by this rank's links and NCCL_EP_NUM_QPS. */
   unsigned int gin_contexts, gin_signals, queue_pairs;
-  size_t all_window_bytes; /* that window, with masks their words behind it, and one as large for each staged operation in flight */
+  size_t
+      all_window_bytes; /* that window, with masks their words behind it, and one as large for each staged operation in flight */
 } ncclEpBufferSize_t;
 #define NCCL_EP_BUFFER_SIZE_INIT NCCL_EP_STRUCT_INIT(ncclEpBufferSize_t, NCCL_EP_MAGIC)
 
@@ -426,7 +428,7 @@ typedef struct {
   unsigned int num_bias;        /* 1 or 2: combine with that many biases (ncclEpCombineExt), 0: without */
   int borrow_topk_idx; /* 1: also compile the dispatch that makes the routing record itself (ncclEpUpdateHandleExt) */
   int window_output;   /* 1: dispatch's outputs.tokens will be window-backed, see "Windows" in nccl_ep.h */
-  unsigned int in_flight; /* staged operations (send_only) to be ready for, at most max_in_flight; 0: none */
+  unsigned int in_flight;          /* staged operations (send_only) to be ready for, at most max_in_flight; 0: none */
   ncclEpCombQuant_t combine_quant; /* how expert outputs travel (quant_recipe of combine) */
 } ncclEpPrepareConfig_t;
 #define NCCL_EP_PREPARE_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpPrepareConfig_t, NCCL_EP_MAGIC)

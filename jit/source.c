@@ -75,9 +75,9 @@ ncclResult_t epJitSource(int kernelId, const epConfig *config, int arch, char **
   size_t room = 3072;
   char *text = malloc(room);
   if (!text) return epFail(ncclSystemError, "out of memory: %zu bytes for a kernel's source", room);
-  int n =
-      snprintf(text, room, format, config->profile ? "#define EP_PROFILE 1\n" : "", kernels[kernelId].header, fields, kernels[kernelId].args, kernels[kernelId].argBytes,
-               kernels[kernelId].entry, kernels[kernelId].args, kernels[kernelId].function);
+  int n = snprintf(text, room, format, config->profile ? "#define EP_PROFILE 1\n" : "", kernels[kernelId].header,
+                   fields, kernels[kernelId].args, kernels[kernelId].argBytes, kernels[kernelId].entry,
+                   kernels[kernelId].args, kernels[kernelId].function);
   if (n < 0 || (size_t)n >= room) {
     free(text);
     return epFail(ncclInternalError, "a kernel's source does not fit %zu bytes", room);

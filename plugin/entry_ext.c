@@ -30,8 +30,8 @@ ncclResult_t ncclEpCalculateBufferSize(ncclComm_t comm, const ncclEpBufferSizeCo
   static const char call[] = "ncclEpCalculateBufferSize";
   ncclEpBufferSizeConfig_t c;
   ncclEpBufferSize_t out;
-  ncclResult_t r = epTakeStruct(call, "config", config, NCCL_EP_FIELD_END(ncclEpBufferSizeConfig_t, combine_datatype), 4, &c,
-                                (unsigned)sizeof c); /* low_latency came later, then enable_mask and in_flight */
+  ncclResult_t r = epTakeStruct(call, "config", config, NCCL_EP_FIELD_END(ncclEpBufferSizeConfig_t, combine_datatype),
+                                4, &c, (unsigned)sizeof c); /* low_latency came later, then enable_mask and in_flight */
   if (r == ncclSuccess)
     r = epTakeStruct(call, "sizes", sizes, NCCL_EP_FIELD_END(ncclEpBufferSize_t, queue_pairs), 4, &out,
                      (unsigned)sizeof out); /* all_window_bytes came later */

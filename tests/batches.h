@@ -20,8 +20,8 @@ typedef struct setting {
   int gone;          /* a rank whose part of the sums is missing, plus 1 */
   int ups;           /* as in epRound */
   uint64_t timeoutNs;
-  int copies;        /* no update borrows topk_idx */
-  uint64_t seed;     /* of routings and drawn scripts */
+  int copies;    /* no update borrows topk_idx */
+  uint64_t seed; /* of routings and drawn scripts */
   const char *script;
   unsigned steps; /* of a drawn script */
 } setting;

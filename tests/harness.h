@@ -107,8 +107,8 @@ typedef struct epRound {
   uint32_t tokens[EP_TEST_MAX_RANKS];
   int64_t *idx[EP_TEST_MAX_RANKS]; /* [T][topk] */
   epRef *ref, *flat;
-  int gone; /* rank whose rows are empty and whose sums are left out, plus one; 0: none */
-  int ups;  /* and the ranks of a scale-up domain, for whose other domains it stands; 0: there is one */
+  int gone;   /* rank whose rows are empty and whose sums are left out, plus one; 0: none */
+  int ups;    /* and the ranks of a scale-up domain, for whose other domains it stands; 0: there is one */
   int silent; /* a rank that cannot tell its domain the places at ranks of its index, plus one */
 } epRound;
 
@@ -129,8 +129,8 @@ typedef struct epRun {
   epTestTensor topk, x, w, scales, out, outW, outIdx, outScales, y, expertCounters, expertOffsets, total;
   size_t scaleStride;                                   /* between columns of outScales, 0: row-major */
   ncclWindow_t outWindows[2], xWindows[2], wWindows[2]; /* over the memory of out, x and w */
-  unsigned salt; /* varies what may be varied: counter types, slack of outputs, what follows a borrowing update */
-  int borrow;    /* updates borrow topk_idx; the same on all ranks */
+  unsigned salt;       /* varies what may be varied: counter types, slack of outputs, what follows a borrowing update */
+  int borrow;          /* updates borrow topk_idx; the same on all ranks */
   unsigned queuePairs; /* num_qps of dispatches and forward combines */
   int staged;          /* dispatches are sent and completed by two calls */
   unsigned long long delayNs; /* the next dispatch comes so much later */

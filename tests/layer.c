@@ -300,7 +300,8 @@ static void checkCountsOnDevice(epTestRank *me, epRun *run) {
 static int isUntold(const epRound *round, int rank, size_t i) {
   int owner = epRefOwner(round->ref, (uint32_t)rank, (uint32_t)(i / round->c->topk), (uint32_t)(i % round->c->topk));
   int silent = round->silent - 1, ups = round->ups;
-  return round->silent && owner >= 0 && owner % ups == silent % ups && rank / ups == silent / ups && owner / ups != rank / ups;
+  return round->silent && owner >= 0 && owner % ups == silent % ups && rank / ups == silent / ups &&
+         owner / ups != rank / ups;
 }
 
 static void checkMetadata(epTestRank *me, epRun *run) {
@@ -321,8 +322,9 @@ static void checkMetadata(epTestRank *me, epRun *run) {
            "metadata: row %zu from (%d, %d) instead of (%d, %d)", i, rank[i], token[i], flat->row[i].source,
            flat->row[i].token);
   for (size_t i = 0; i < sent; i++)
-    EXPECT(me, (slot[i] == -1 && isUntold(run->round, me->rank, i)) || slot[i] == run->round->ref->slot[me->rank][i], "metadata: sent_slot[%zu] is %lld instead of %lld", i,
-           slot[i], (long long)run->round->ref->slot[me->rank][i]);
+    EXPECT(me, (slot[i] == -1 && isUntold(run->round, me->rank, i)) || slot[i] == run->round->ref->slot[me->rank][i],
+           "metadata: sent_slot[%zu] is %lld instead of %lld", i, slot[i],
+           (long long)run->round->ref->slot[me->rank][i]);
   for (size_t i = 0; i < n * c->topk; i++) {
     const epRefRow *from = &flat->row[i / c->topk];
     size_t at = (size_t)from->token * c->topk + i % c->topk;
@@ -674,7 +676,8 @@ static float timesOf(const epRound *round, uint32_t rank, uint32_t token) {
   float n = 0;
   for (uint32_t k = 0; k < c->topk; k++) {
     int owner = epRefOwner(round->ref, rank, token, k);
-    if (owner < 0 || epRoundLost(round, (int)rank, owner) || round->ref->slot[rank][(size_t)token * c->topk + k] < 0) continue;
+    if (owner < 0 || epRoundLost(round, (int)rank, owner) || round->ref->slot[rank][(size_t)token * c->topk + k] < 0)
+      continue;
     if (isFlat(c) && hit[owner]++) continue;
     n++;
   }
@@ -762,7 +765,9 @@ static void checkGradients(epTestRank *me, const epRun *run, const epTestTensor 
       size_t i = (size_t)t * c->topk + k;
       int64_t slot = run->round->ref->slot[me->rank][i];
       int owner = epRefOwner(run->round->ref, (uint32_t)me->rank, t, k);
-      float want = owner < 0 || slot < 0 || epRoundLost(run->round, me->rank, owner) ? 0.0f : gradientOf((uint32_t)owner, (uint64_t)slot, isFlat(c) ? k : 0);
+      float want = owner < 0 || slot < 0 || epRoundLost(run->round, me->rank, owner)
+                       ? 0.0f
+                       : gradientOf((uint32_t)owner, (uint64_t)slot, isFlat(c) ? k : 0);
       EXPECT(me, w[i] == want, "backward combine: weight (%u, %u) is %g instead of %g", t, k, (double)w[i],
              (double)want);
     }

@@ -732,7 +732,8 @@ static void stagedInCapture(void **state) {
   assert_int_equal(layerUpdate(&other, 0, stream), ncclSuccess);
   assert_int_equal(beginCapture(stream, 1), 0);
   assert_int_equal(ncclEpDispatch(l.handle, &l.in, &l.result, NULL, &send, stream), ncclInvalidUsage);
-  assert_non_null(strstr(epLastError(), "ncclEpDispatch: the stream is being captured: its kernel is not compiled yet"));
+  assert_non_null(
+      strstr(epLastError(), "ncclEpDispatch: the stream is being captured: its kernel is not compiled yet"));
   assert_int_equal(endCapture(stream, &graph), 0);
   assert_int_equal(graphDestroy(graph), 0);
   prepare.in_flight = 1;
@@ -743,11 +744,14 @@ static void stagedInCapture(void **state) {
   assert_int_equal(layerUpdate(&l, 0, stream), ncclSuccess);
   assert_int_equal(ncclEpDispatch(l.handle, &l.in, &l.result, NULL, &send, stream), ncclSuccess);
   assert_int_equal(ncclEpDispatch(other.handle, &other.in, &other.result, NULL, &send, stream), ncclInvalidUsage);
-  assert_non_null(strstr(epLastError(), "ncclEpDispatch: the stream is being captured: the memory of a staged operation"));
+  assert_non_null(
+      strstr(epLastError(), "ncclEpDispatch: the stream is being captured: the memory of a staged operation"));
   assert_null(strchr(epLastError(), '\n'));
-  assert_int_equal(ncclEpCombine(l.handle, &l.back, &l.sums, &sendBack, stream), ncclInvalidUsage); /* one after the other */
+  assert_int_equal(ncclEpCombine(l.handle, &l.back, &l.sums, &sendBack, stream),
+                   ncclInvalidUsage); /* one after the other */
   assert_int_equal(ncclEpComplete(l.handle, NULL, stream), ncclSuccess);
-  assert_int_equal(ncclEpCombine(l.handle, &l.back, &l.sums, &sendBack, stream), ncclSuccess); /* one rank: nothing to send */
+  assert_int_equal(ncclEpCombine(l.handle, &l.back, &l.sums, &sendBack, stream),
+                   ncclSuccess); /* one rank: nothing to send */
   assert_int_equal(ncclEpComplete(l.handle, NULL, stream), ncclSuccess);
   assert_int_equal(ncclEpComplete(l.handle, NULL, stream), ncclSuccess);
   assert_int_equal(endCapture(stream, &graph), 0);
@@ -758,7 +762,8 @@ static void stagedInCapture(void **state) {
   assert_int_equal(ncclEpDispatch(l.handle, &l.in, &l.result, NULL, &send, stream), ncclSuccess);
   own.communication_stream = 1, own.done_event = event;
   assert_int_equal(ncclEpCompleteExt(l.handle, &own, stream), ncclSuccess);
-  assert_int_equal(ncclEpDispatch(l.handle, &l.in, &l.result, NULL, &send, stream), ncclSuccess); /* and goes with it in flight */
+  assert_int_equal(ncclEpDispatch(l.handle, &l.in, &l.result, NULL, &send, stream),
+                   ncclSuccess); /* and goes with it in flight */
   assert_int_equal(ncclEpHandleDestroy(l.handle), ncclSuccess);
   assert_int_equal(ncclEpHandleDestroy(other.handle), ncclSuccess);
   assert_int_equal(g->be->ops->eventDestroy(g->be, event), ncclSuccess);
@@ -770,12 +775,11 @@ static void stagedInCapture(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(twoRanks),          cmocka_unit_test(severalDomains),
-                                     cmocka_unit_test(noWindow),          cmocka_unit_test(wrongWindow),
-                                     cmocka_unit_test(anyCallFails),      cmocka_unit_test(refusals),
-                                     cmocka_unit_test(peersThatStayAway), cmocka_unit_test(fewDriverCalls),
-                                     cmocka_unit_test(kernelsAhead),      cmocka_unit_test(borrowedInCapture),
-                                     cmocka_unit_test(stagedInCapture)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(twoRanks),          cmocka_unit_test(severalDomains), cmocka_unit_test(noWindow),
+      cmocka_unit_test(wrongWindow),       cmocka_unit_test(anyCallFails),   cmocka_unit_test(refusals),
+      cmocka_unit_test(peersThatStayAway), cmocka_unit_test(fewDriverCalls), cmocka_unit_test(kernelsAhead),
+      cmocka_unit_test(borrowedInCapture), cmocka_unit_test(stagedInCapture)};
   epJit *jit;
   void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (lib) {

@@ -60,7 +60,8 @@ static void overflowBody(epTestRank *me) {
   EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
   EXPECT(me, error == over && info.code == (over ? 4 : 0), "async error %d, code %d: %s", error, info.code, info.text);
   if (over)
-    EXPECT(me, info.expected == needed && info.seen == round->c->budget && strstr(info.text, "max_recv_tokens_per_rank"),
+    EXPECT(me,
+           info.expected == needed && info.seen == round->c->budget && strstr(info.text, "max_recv_tokens_per_rank"),
            "overflow says %u of %u: %s", info.seen, info.expected, info.text);
   EXPECT_OK(me, ncclEpErrorClear(me->group));
   epExpectNoAsyncError(me);
@@ -242,8 +243,9 @@ static void badIdsBody(epTestRank *me) {
   if (!me->rank) { /* whole: as it was given */
     unsigned t = 99, k = 99;
     long long value = 0;
-    EXPECT(me, sscanf(info.text, "topk_idx[%u][%u] is %lld:", &t, &k, &value) == 3 && t < 8 && k == 1 &&
-                   value == pickBad(round->c, 0, t, k, NULL),
+    EXPECT(me,
+           sscanf(info.text, "topk_idx[%u][%u] is %lld:", &t, &k, &value) == 3 && t < 8 && k == 1 &&
+               value == pickBad(round->c, 0, t, k, NULL),
            "it says %s", info.text);
   }
   EXPECT_OK(me, ncclEpErrorClear(me->group));
@@ -677,8 +679,8 @@ static void failedUpdateBody(epTestRank *me) {
     EXPECT_OK(me, ncclEpCombine(handle, &back, &sums, NULL, NULL));
     EXPECT_OK(me, ncclEpEmuStreamSynchronize(me->comm, NULL));
     EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
-    EXPECT(me, info.code == (f->absent ? 1 : 5) && info.peer == 1 - me->rank, "code %d, peer %d: %s", info.code, info.peer,
-           info.text);
+    EXPECT(me, info.code == (f->absent ? 1 : 5) && info.peer == 1 - me->rank, "code %d, peer %d: %s", info.code,
+           info.peer, info.text);
     for (size_t i = 0; i < out.bytes; i++) /* nothing moved */
       if (((unsigned char *)out.t.data)[i] != ((unsigned char *)outW.t.data)[0]) {
         EXPECT(me, 0, "byte %zu of the output was written", i);
@@ -707,7 +709,8 @@ static void aFailedUpdateMovesNothing(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(smallBudgetDropsTheRest), cmocka_unit_test(overflowMayLoseTheGroup),
+      cmocka_unit_test(smallBudgetDropsTheRest),
+      cmocka_unit_test(overflowMayLoseTheGroup),
       cmocka_unit_test(eagerNamesTheRowsNeeded),
       cmocka_unit_test(eagerSaysWhatWasDropped),
       cmocka_unit_test(badIdsSelectNothing),

@@ -429,10 +429,10 @@ static void configurationsAreChecked(void **state) {
   assert_int_equal(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), ncclSuccess);
   assert_int_equal(out.timeout_ns, EP_TIMEOUT_NS);
   assert_int_equal(shape.topk, 8);
-#define REFUSED(field, value, code, word)                              \
-  do {                                                                 \
-    c = groupConfig();                                                 \
-    c.field = value;                                                   \
+#define REFUSED(field, value, code, word)                                                   \
+  do {                                                                                      \
+    c = groupConfig();                                                                      \
+    c.field = value;                                                                        \
     expectError(epGroupConfigCheck("ncclEpCreateGroup", &c, &t, &out, &shape), code, word); \
   } while (0)
   REFUSED(algorithm, (ncclEpAlgorithm_t)7, ncclInvalidArgument, "algorithm is 7");

@@ -854,7 +854,8 @@ static void topksTakeTurns(void **state) {
   planMake(&few);
   planMake(&many);
   runWorlds(few.ranks, (plan *[]){&few, &many}, interleavedBody);
-  epTestWorld rare = {.ranks = 3, .seed = 1221, .arg = (plan *[]){&few, &many}}; /* in one domain one of 320 showed it */
+  epTestWorld rare = {
+      .ranks = 3, .seed = 1221, .arg = (plan *[]){&few, &many}}; /* in one domain one of 320 showed it */
   epWorldRun(&rare, interleavedBody);
   planFree(&few);
   planFree(&many);
@@ -1110,8 +1111,8 @@ static void awayBody(epTestRank *me) {
     sync(me);
     EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
     /* of two domains of two: rank 2 may wait for rank 1, whose rows the missing rank would have brought, as well */
-    EXPECT(me, info.code == 1 && (info.peer == gone || (p->ranks == 4 && me->rank == 2 && info.peer == 1)), "code %d, peer %d: %s",
-           info.code, info.peer, info.text);
+    EXPECT(me, info.code == 1 && (info.peer == gone || (p->ranks == 4 && me->rank == 2 && info.peer == 1)),
+           "code %d, peer %d: %s", info.code, info.peer, info.text);
     EXPECT_ERROR(me, dispatch(p, h, &b), ncclRemoteError, "rank");
   }
   sync(me);
@@ -1419,11 +1420,23 @@ static void algorithmsTakeTurns(void **state) {
     both s;
     uint64_t seed = 9;
     uint32_t tokens[] = {3, 0, 4, 1, 4, 2, 4, 3};
-    epCase c = {.ranks = 8,         .experts = 16,         .topk = 3, .hidden = 64, .maxTokens = 4, .layout = NCCL_EP_LAYOUT_FLAT,
-                .type = ncclBfloat16, .masks = masks};
+    epCase c = {.ranks = 8,
+                .experts = 16,
+                .topk = 3,
+                .hidden = 64,
+                .maxTokens = 4,
+                .layout = NCCL_EP_LAYOUT_FLAT,
+                .type = ncclBfloat16,
+                .masks = masks};
     epCase m = c;
     m.layout = NCCL_EP_LAYOUT_EXPERT_MAJOR, m.align = 4;
-    s.ll = (plan){.ranks = 8, .experts = 16, .topk = 3, .hidden = 72, .maxTokens = 4, .rounds = 2, .masks = masks,
+    s.ll = (plan){.ranks = 8,
+                  .experts = 16,
+                  .topk = 3,
+                  .hidden = 72,
+                  .maxTokens = 4,
+                  .rounds = 2,
+                  .masks = masks,
                   .layout = layouts[masks]};
     for (uint32_t n = 0; n < s.ll.rounds; n++)
       for (uint32_t r = 0; r < 8; r++) s.ll.tokens[n][r] = tokens[(r + n) % 8];

@@ -26,7 +26,7 @@ typedef struct {
   int kernel;
   uint32_t ranks, experts, topk, rowBytes, dtype, layout, weights;
   uint32_t indexBytes; /* of an update; dispatch: it makes the routing record itself, 0: it does not */
-  uint32_t extra; /* dispatch: bytes of scales; combine: biases */
+  uint32_t extra;      /* dispatch: bytes of scales; combine: biases */
 } matrixCase;
 
 #define FLAT EP_LAYOUT_KIND_FLAT
@@ -34,9 +34,9 @@ typedef struct {
 #define SEND (1u << 12)  /* beside any: a part of it */
 #define RECEIVE (1u << 13)
 #define MAJOR EP_LAYOUT_KIND_EXPERT_MAJOR
-#define SINGLE (1u << 9) /* beside a layout: combine without partial sums */
+#define SINGLE (1u << 9)    /* beside a layout: combine without partial sums */
 #define PROFILED (1u << 10) /* beside a layout: the group is profiled */
-#define MASKS (1u << 11) /* beside a layout */
+#define MASKS (1u << 11)    /* beside a layout */
 #define QUANTISE (1u << 14) /* beside a layout: low-latency dispatch makes the scales, combine returns NVFP4 */
 #define RANKS EP_LAYOUT_KIND_RANK_MAJOR
 #define PLACES EP_LAYOUT_KIND_EXPERT_MAJOR_3D
@@ -168,7 +168,10 @@ static int hasName(const epJitCode *code, const char *name) {
 static int mostSpills(const matrixCase *c) {
   if (c->kernel == EP_KERNEL_LL_COMBINE && (c->layout & 255) == PLACES && c->layout & PROFILED) return 32;
   if (c->kernel == EP_KERNEL_LL_COMBINE && (c->layout & 255) == PLACES && c->layout & QUANTISE) return 64;
-  return (c->layout & MASKS) && (c->layout & 255) == PLACES && c->kernel >= EP_KERNEL_LL_UPDATE && c->kernel != EP_KERNEL_MASK ? 256 : 0;
+  return (c->layout & MASKS) && (c->layout & 255) == PLACES && c->kernel >= EP_KERNEL_LL_UPDATE &&
+                 c->kernel != EP_KERNEL_MASK
+             ? 256
+             : 0;
 }
 
 static void matrix(void **state) {

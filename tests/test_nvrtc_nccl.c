@@ -64,7 +64,8 @@ static int wanted(const job *j) {
     return j->arch == 90 && j->set == epNcclBundleCount - 1 &&
            (ll || j->kernel == EP_KERNEL_DISPATCH || j->kernel == EP_KERNEL_MASK);
   if (j->layout == EP_LAYOUT_KIND_RANK_MAJOR) return 0;
-  if (j->part && (j->kernel != EP_KERNEL_DISPATCH || j->part != EP_PART_RECEIVE)) return 0; /* one part stands for the others */
+  if (j->part && (j->kernel != EP_KERNEL_DISPATCH || j->part != EP_PART_RECEIVE))
+    return 0; /* one part stands for the others */
   if (j->kernel != EP_KERNEL_UPDATE) return j->arch == 90 && j->set == epNcclBundleCount - 1;
   return j->arch == 90 || j->set == epNcclBundleCount - 1;
 }
@@ -79,8 +80,8 @@ static ncclResult_t configOf(const job *j, epConfig *c) {
   if (r != ncclSuccess) return r;
   topology.ranks = 16, topology.scaleUpRanks = 8, topology.scaleOutRanks = 2;
   memset(c, 0, sizeof(*c));
-  c->ranks = 16, c->experts = 256, c->topk = 8, c->layout = (uint32_t)j->layout,
-  c->single = (uint32_t)j->single, c->part = (uint32_t)j->part, c->mask = (uint32_t)j->mask;
+  c->ranks = 16, c->experts = 256, c->topk = 8, c->layout = (uint32_t)j->layout, c->single = (uint32_t)j->single,
+  c->part = (uint32_t)j->part, c->mask = (uint32_t)j->mask;
   if (j->kernel == EP_KERNEL_MASK) {
     c->scaleUp = 8, c->threads = 32;
     return ncclSuccess;
@@ -110,7 +111,7 @@ static void *work(void *unused) {
     pthread_mutex_unlock(&mutex);
     if (at >= epNcclBundleCount * TARGETS * KERNELS) break;
     int n = at % KERNELS, part = n - WHOLE, ll = n >= LL_MASKED ? n - LL_MASKED : n - PARTS, masked = n - MASKED;
-    job j = {at / (TARGETS * KERNELS), EP_KERNEL_UPDATE + n, archs[at / KERNELS % TARGETS], 0, 0,
+    job j = {at / (TARGETS * KERNELS),    EP_KERNEL_UPDATE + n, archs[at / KERNELS % TARGETS], 0, 0,
              EP_LAYOUT_KIND_EXPERT_MAJOR, n >= MASKED};
     if (j.mask && n < LL_MASKED) {
       j.kernel = masked <= EP_KERNEL_COMBINE ? masked : n == LL_MASKED - 1 ? EP_KERNEL_MASK : EP_KERNEL_COMBINE;

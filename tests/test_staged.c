@@ -196,7 +196,8 @@ static void noTokens(void **state) {
               .lowLatency = modes[m].lowLatency, .layout = modes[m].layout, .zeroTokens = 1, .script = scripts[1]},
           ranks, 1, 1, 0);
   run((setting){.layout = NCCL_EP_LAYOUT_FLAT, .zeroTokens = 1, .script = scripts[2]}, 2, 2, 1, 0);
-  run((setting){.lowLatency = 1, .layout = NCCL_EP_LAYOUT_EXPERT_MAJOR, .zeroTokens = 1, .script = scripts[2]}, 2, 2, 1, 0);
+  run((setting){.lowLatency = 1, .layout = NCCL_EP_LAYOUT_EXPERT_MAJOR, .zeroTokens = 1, .script = scripts[2]}, 2, 2, 1,
+      0);
 }
 
 /* ---- Refusals, and what is left behind ------------------------------------------------------------------------------- */

@@ -240,7 +240,8 @@ static void refusedBody(epTestRank *me) {
   EXPECT_ERROR(me, ncclEpGetCommunicationStream(me->group, NULL), ncclInvalidArgument, "stream is NULL");
   /* Found out when the work is queued already: it goes on, so that the ranks stay in step. */
   d.start_event = NULL, d.epilogue_event = unknown;
-  EXPECT_ERROR(me, epBatchDispatch(me, t.s, b, 0, &d), ncclInvalidArgument, "ncclEpDispatchExt|epilogue_event|under way");
+  EXPECT_ERROR(me, epBatchDispatch(me, t.s, b, 0, &d), ncclInvalidArgument,
+               "ncclEpDispatchExt|epilogue_event|under way");
   d.epilogue_event = NULL, d.done_event = unknown;
   EXPECT_ERROR(me, epBatchDispatch(me, t.s, b, 0, &d), ncclInvalidArgument, "ncclEpDispatchExt|done_event|under way");
   EXPECT_OK(me, epBatchDispatch(me, t.s, b, 0, NULL));

@@ -356,9 +356,10 @@ static int countRanks(epFabric *fabric) {
     fabric->place.rank = 0;
     fabric->ranks = fabric->localRanks = o->scaleUp ? (int)(o->scaleOut * o->scaleUp) : gpus;
     if (fabric->ranks > gpus && !ranksShareGpus())
-      return epToolFail("topology of %d ranks, but there are %d GPUs: expected no more ranks, or NCCL_MULTI_RANK_GPU_ENABLE=1 and an "
-                        "NCCL that knows it (2.30)",
-                        fabric->ranks, gpus);
+      return epToolFail(
+          "topology of %d ranks, but there are %d GPUs: expected no more ranks, or NCCL_MULTI_RANK_GPU_ENABLE=1 and an "
+          "NCCL that knows it (2.30)",
+          fabric->ranks, gpus);
   }
   if (fabric->ranks < 1 || fabric->ranks > 1024) return epToolFail("%d ranks: expected 1 to 1024", fabric->ranks);
   return launched && epNetOpen(&fabric->place, &fabric->net) ? -1 : 0;

@@ -34,8 +34,8 @@ typedef struct epPort {
   ncclComm_t comm;
   cudaStream_t stream;
   cudaEvent_t done; /* for the caller */
-  char name[160]; /* device, for people */
-  char bus[32];   /* its PCI bus id; empty: emulated */
+  char name[160];   /* device, for people */
+  char bus[32];     /* its PCI bus id; empty: emulated */
   /* backend's own */
   void *context;
   void *events[EP_PORT_EVENTS];

@@ -30,11 +30,11 @@ typedef struct epLayerConfig {
   int backward;      /* also the buffers of the backward pass */
   int graph;         /* epLayerRun replays graphs */
   int staged; /* dispatch and combine are sent first and completed by a call of their own; 2: sent on the group's stream */
-  int windowOut;     /* dispatch's output tokens are window-backed */
-  int single;        /* combine sums nothing on the way (single_reduction) */
-  unsigned masks;    /* the group has them (enable_mask) */
-  unsigned bias;     /* rows that combine's sums start from, 0 to 2 */
-  int nvfp4;         /* low latency: combine's rows travel as NVFP4 */
+  int windowOut;       /* dispatch's output tokens are window-backed */
+  int single;          /* combine sums nothing on the way (single_reduction) */
+  unsigned masks;      /* the group has them (enable_mask) */
+  unsigned bias;       /* rows that combine's sums start from, 0 to 2 */
+  int nvfp4;           /* low latency: combine's rows travel as NVFP4 */
   unsigned queuePairs; /* num_qps of each call, 0: the group's */
   unsigned routings;   /* index buffers */
   unsigned sms, timeoutMs;
@@ -58,7 +58,7 @@ typedef struct epLayer {
   epBuffer outTokens, outWeights, outIdx, outScales;
   void *outMemory; /* of outTokens, when it is a window */
   ncclWindow_t outWindow;
-  epBuffer counters, offsets, total, sources; /* sources: low latency, rows from each rank */
+  epBuffer counters, offsets, total, sources;      /* sources: low latency, rows from each rank */
   epBuffer expertOut, expertWeights, expertScales; /* input of combine */
   epBuffer y, yWeights, bias[2];
   unsigned current; /* routing of the last update */

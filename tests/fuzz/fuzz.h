@@ -81,7 +81,7 @@ typedef struct fuzzRank {
   unsigned
       resultCount; /* until the group was lost or the fabric stuck: these may be told late, and are told at the end */
   int lost, traps; /* traps: a group is lost where rows are dropped */
-  int blind; /* the program did what the library cannot see and the emulator rightly reports */
+  int blind;       /* the program did what the library cannot see and the emulator rightly reports */
 } fuzzRank;
 
 /* ---- memory.c */

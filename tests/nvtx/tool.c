@@ -36,5 +36,6 @@ int InitializeInjectionNvtx2(NvtxGetExportTableFunc_t exports) {
   unsigned size;
   if (!callbacks || !callbacks->GetModuleFunctionTable(NVTX_CB_MODULE_CORE2, &table, &size)) return 0;
   return put(table, size, NVTX_CBID_CORE2_DomainCreateA, &creates) &&
-         put(table, size, NVTX_CBID_CORE2_DomainRangePushEx, &pushes) && put(table, size, NVTX_CBID_CORE2_DomainRangePop, &pops);
+         put(table, size, NVTX_CBID_CORE2_DomainRangePushEx, &pushes) &&
+         put(table, size, NVTX_CBID_CORE2_DomainRangePop, &pops);
 }
