@@ -167,7 +167,7 @@ static int hasName(const epJitCode *code, const char *name) {
  * few more. */
 static int mostSpills(const matrixCase *c) {
   if (c->kernel == EP_KERNEL_LL_COMBINE && (c->layout & 255) == PLACES && c->layout & PROFILED) return 32;
-  if (c->kernel == EP_KERNEL_LL_COMBINE && (c->layout & 255) == PLACES && c->layout & QUANTISE) return 64;
+  if (c->kernel == EP_KERNEL_LL_COMBINE && (c->layout & 255) == PLACES && c->layout & QUANTISE) return 128;
   return (c->layout & MASKS) && (c->layout & 255) == PLACES && c->kernel >= EP_KERNEL_LL_UPDATE &&
                  c->kernel != EP_KERNEL_MASK
              ? 256
