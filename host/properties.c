@@ -112,6 +112,9 @@ static ncclResult_t epPrepareWhole(const struct ncclEpGroup *g, const ncclEpPrep
     return epFail(ncclInvalidArgument, "%s: backward is %d: expected 0 or 1", call, c->backward);
   if (c->window_output != 0 && c->window_output != 1)
     return epFail(ncclInvalidArgument, "%s: window_output is %d: expected 0 or 1", call, c->window_output);
+  if (epIsLl(g) && c->num_bias)
+    return epFail(ncclInvalidUsage, "%s: num_bias is %u: expected 0: not supported yet in low latency", call,
+                  c->num_bias);
   r = epCombineRecipe(call, "combine_quant", g, c->combine_quant);
   if (r != ncclSuccess) return r;
   if (epIsLl(g)) return epLlPrepareWishes(g, c, out);

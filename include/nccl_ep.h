@@ -25,7 +25,7 @@
  *              after NCCL_EP_TIMEOUT_MS, 100 s where it is unset, in destroying one after its timeout_ns, in both not
  *              before 2 s and on the emulated fabric after 30 s at most.
  *              A call that one rank alone refuses has not been made there: make it, corrected, on that rank before any
- *              other of the group. Ranks that are an operation apart (one dispatches while another combines, or two
+ *              other of the group (but one whose text says "under way": an event for its end turned out to be none). Ranks that are an operation apart (one dispatches while another combines, or two
  *              handles in another order) are told so: ncclEpGetErrorInfo, code 8, names a rank that is elsewhere and what both are
  *              in. The outputs of that operation are undefined, and the group is lost. Not told are, in low latency, two handles
  *              dispatched in another order (all rows arrive, on the handle of each rank's own call), ranks of different scale-up
@@ -768,10 +768,11 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t 
  * scale for each 16 and one in FP32 for the row travel, 4.5 bits an element. A rank's own share goes the same way, so that
  * sums do not depend on where experts are. On any GPU, the same bytes everywhere: to nearest even, every product and
  * quotient rounded to FP32. A row has r = 1 / scale, the scale taken as 2^117 where it is larger; a sum has the sum of
- * |weight| * (1 / scale) over its slots in ascending k, at least 2^-117. 16 elements have s = amax * ((1 / r) * (1 / 6)) in
+ * |weight| * r over its slots in ascending k, at least 2^-117 where it is above 0. 16 elements have s = amax * ((1 / r) * (1 / 6)) in
  * E4M3, at most 448. An element x becomes q = x * ((1 / r) / s) in E2M1, at most 6, or 0 where s is 0, and q enters the
- * token's sum by fused multiply-add with s * r; the sum is rounded once. With a larger scale than
- * 2688 / amax what is past 2688 / scale becomes that, with a smaller one small elements lose bits, and with 0 all are zeros.
+ * token's sum by fused multiply-add with s * r; the sum is rounded once. A scale of 0 counts as r = 0: such a row, or a sum of such slots alone,
+ * is zeros, and a slot with it beside others adds nothing to the sum of |weight| * r (its elements are added, so they should be zeros).
+ * With a larger scale than 2688 / amax what is past 2688 / scale becomes that, with a smaller one small elements lose bits.
  * Nothing is hidden: 16 elements with a NaN or an infinity among them arrive as NaN, and so does a row whose scale is NaN
  * or negative. */
 ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,

@@ -237,7 +237,7 @@ typedef struct {
   cudaEvent_t done_event;     /* NULL, or: recorded behind the call's work */
   int communication_stream;   /* 1: the work goes to the group's own stream instead of `stream` */
   /* Queue pairs to each rank of the rail that this call's rows go by, the same on all ranks, at most the group's gin_contexts; 0: the
-   * group's. In one scale-up domain there are none, and it is ignored. */
+   * group's, and with enable_mask fewer are not supported yet. In one scale-up domain there are none, and it is ignored. */
   unsigned int num_qps;
 } ncclEpDispatchExtConfig_t;
 #define NCCL_EP_DISPATCH_EXT_CONFIG_INIT NCCL_EP_STRUCT_INIT(ncclEpDispatchExtConfig_t, NCCL_EP_MAGIC)
@@ -425,7 +425,7 @@ typedef struct {
   ncclDataType_t index_type;    /* ncclInt64 or ncclInt32 */
   int backward;                 /* also compile the backward pass */
   unsigned int scale_bytes;     /* of a dispatched row's scales (NCCL_EP_DISP_QUANT_FWD), 0: without scales */
-  unsigned int num_bias;        /* 1 or 2: combine with that many biases (ncclEpCombineExt), 0: without */
+  unsigned int num_bias;        /* 1 or 2: combine with that many biases (ncclEpCombineExt), 0: without; low latency: 0 */
   int borrow_topk_idx; /* 1: also compile the dispatch that makes the routing record itself (ncclEpUpdateHandleExt) */
   int window_output;   /* 1: dispatch's outputs.tokens will be window-backed, see "Windows" in nccl_ep.h */
   unsigned int in_flight;          /* staged operations (send_only) to be ready for, at most max_in_flight; 0: none */

@@ -998,6 +998,9 @@ static void optionsRefused(epTestRank *me, const plan *p, ncclEpHandle_t h, batc
   ahead.dispatch_type = ahead.combine_type = ncclBfloat16;
   ahead.backward = 1;
   EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidUsage, "backward is 1");
+  ahead.backward = 0, ahead.num_bias = 2;
+  EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidUsage, "num_bias is 2: expected 0|low latency");
+  ahead.num_bias = 0;
   ahead.backward = 0, ahead.scale_bytes = 8;
   EXPECT_ERROR(me, ncclEpPrepare(me->group, &ahead), ncclInvalidArgument, "its 8 bytes of scales|max_token_bytes, 144");
   ahead.scale_bytes = 0, ahead.combine_quant = (ncclEpCombQuant_t)7;

@@ -70,8 +70,11 @@ static int wanted(const job *j) {
   return j->arch == 90 || j->set == epNcclBundleCount - 1;
 }
 
-/* As in test_nvrtc_matrix.c. */
-static int mostSpills(const job *j) { return j->mask && j->layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D ? 256 : 0; }
+/* Low latency with masks calls the network and asks who is left out wherever it waits. */
+static int mostSpills(const job *j) {
+  int ll = j->kernel == EP_KERNEL_LL_DISPATCH || j->kernel == EP_KERNEL_LL_COMBINE;
+  return !j->mask || !ll ? 0 : j->layout == EP_LAYOUT_KIND_EXPERT_MAJOR_3D ? 384 : 128;
+}
 
 static ncclResult_t configOf(const job *j, epConfig *c) {
   epTopology topology;

@@ -48,6 +48,13 @@ for layout in 'rank-major', 'expert-major-3d':
 # NVFP4 is of low latency's BF16.
 refused(['--combine-quant nvfp4', 'low latency'], '--combine-quant', 'nvfp4', '--layout', 'flat')
 refused(['--combine-quant nvfp4', 'expected --dtype bf16 or fp8'], '--combine-quant', 'nvfp4', '--layout', 'rank-major', '--dtype', 'fp16')
+refused(['--combine-quant nvfp4', 'across scale-up domains'], '--combine-quant', 'nvfp4', '--layout', 'rank-major', '--topology', '2x2')
+refused(['--hidden 24', 'multiple of 16'], '--combine-quant', 'nvfp4', '--layout', 'rank-major', '--hidden', '24')
+
+# Rows that the library does not take are refused before anything runs.
+for options in (['--hidden', '7'], ['--hidden', '32784'], ['--hidden', '8', '--dtype', 'fp8'], ['--hidden', '2', '--dtype', 'fp32']):
+    refused(['--hidden', 'multiple of 16, at most 65536'], *options)
+refused(['--sms foo', 'few or all'], '--sms', 'foo')
 
 # Numbers.
 for option, value, words in (
@@ -91,6 +98,7 @@ for topology, rank, options in (('1x3', '0', ['--layout', 'flat']), ('1x4', '3',
 run([1], ['FAIL'], *away, '--topology', '1x3', '--mask-test', '1', '--bug', 'skip-wait')
 for words, options in ((['rank below 3'], ['1x3', '3']), (['at least 3'], ['1x2', '1']), (['0 to'], ['1x3', '-1']),
                        (['--max-recv'], ['1x3', '1', '--max-recv', '0']),
+                       (['--timeout-ms 1', 'at least 50'], ['1x3', '1', '--timeout-ms', '1']),
                        (['a run of its own', '--graph'], ['1x3', '1', '--profile']),
                        (['a run of its own', '--backward'], ['1x3', '1', '--backward'])):
     run([1, 2, 64], ['--mask-test', 'expected'] + words, *away, '--topology', options[0], '--mask-test', *options[1:])
@@ -159,6 +167,7 @@ if 'NVRTC not found' not in subprocess.run(ll, stdout=subprocess.PIPE, stderr=su
     run([0], ['ep_ll_update_kernel', 'ep_ll_dispatch_kernel', 'ep_ll_combine_kernel', 'expert-major-3d',
               '6 kernels: 0 compiled, 6 found'], *ll)
     run([0], ['6 kernels: 2 compiled, 4 found'], *ll, '--combine-quant', 'nvfp4')
+    run([1], ['not in /proc/x', 'cannot write'], *ll[:-1], '/proc/x')
     # Without partial sums the combine is another kernel.
     ht = ll[:-3] + ['expert-major'] + ll[-2:]
     run([0], ['3 kernels: 3 compiled'], *ht)
@@ -168,6 +177,11 @@ if 'NVRTC not found' not in subprocess.run(ll, stdout=subprocess.PIPE, stderr=su
     run([0], ['3 kernels: 3 compiled'], *flat)
     run([0], ['3 kernels: 1 compiled, 2 found'], *flat, '--window-out')
 run([1], ['ep_precompile: ', '6 bytes', 'multiple of 4'], *ll, '--scale-bytes', '6', env={'NCCL_EP_DEBUG': 'NONE'})
+
+# What no layout asked for has.
+for option in '--backward', '--single-reduction':
+    run([2], [option, 'flat or expert-major'], precompile, '--layout', 'rank-major', option)
+run([2], ['--combine-quant nvfp4', 'rank-major or expert-major-3d'], precompile, '--combine-quant', 'nvfp4')
 
 # Its errors do not depend on the library's log.
 quiet = {'NCCL_EP_DEBUG': 'NONE'}

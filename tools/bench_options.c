@@ -11,9 +11,11 @@
 #include "bootstrap.h"
 #include "bugs.h"
 #include "failure.h"
+#include "layout.h"
 #include "spread.h"
 #include "option_number.h"
 
+#define MASK_TEST_MS 50 /* many times what a layer takes */
 #define RUN_RANKS 1024u
 #define MAX_RANKS 2048u       /* of --model */
 #define MAX_TOKENS (1u << 20) /* the library's own limit is lower with a top-k above 1 */
@@ -92,7 +94,7 @@ static const struct argp_option optionTable[] = {
      "of token rows (default: bf16); fp8 (e4m3) is dispatched, and combine then moves bf16 rows", 0},
     {"scales", OPT_SCALES, "fp32|ue8m0|none", 0,
      "dispatched beside each row: 4 bytes or 1 byte for every 128 elements (default: fp32 for fp8, else none)", 0},
-    {"scale-layout", OPT_SCALE_LAYOUT, "row|column", 0, "of dispatch's output of scales (default: row)", 0},
+    {"scale-layout", OPT_SCALE_LAYOUT, "row|column", 0, "how dispatch's scales lie (default: row)", 0},
     {"no-zero-pad", OPT_NO_ZERO_PAD, 0, 0, "expert-major: leave padding rows as they are", 0},
     {"window-out", OPT_WINDOW_OUT, 0, 0,
      "dispatch's output tokens lie in a registered window, where peers may store rows in place", 0},
@@ -144,10 +146,9 @@ static const struct argp_option optionTable[] = {
     {"graph", OPT_GRAPH, 0, 0, "GPUs: check and time replays of CUDA graphs, one for each prepared routing", 0},
     {"host-time", OPT_HOST_TIME, 0, 0,
      "also time the calls on the host, from call to return, and ncclEpPrepare before them", 0},
-    {"compare", OPT_COMPARE, "LAYOUT:TOKENS,...", OPTION_ARG_OPTIONAL,
-     "measure the operations beside the link's limits and NCCL's all-to-all of the same bytes, in turn (default: one "
-     "case, "
-     "of --layout and --tokens)",
+    {"compare", OPT_COMPARE, "CASES", OPTION_ARG_OPTIONAL,
+     "measure the operations beside the link's limits and NCCL's all-to-all of the same bytes, in turn; CASES: "
+     "LAYOUT:TOKENS,... (default: one, of --layout and --tokens)",
      0},
     {"sm-curve", OPT_SM_CURVE, "LIST", 0, "measure the operations with each of these numbers of SMs", 0},
     {"plot", OPT_PLOT, "FILE", 0, "draw the result: FILE.svg or FILE.html", 0},
@@ -331,9 +332,10 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->schedules = (unsigned)epOptionNumber(text, 1, 1000000, "schedules", state);
     break;
   case OPT_SMS:
-    o->sms = !strcmp(text, "few")   ? NCCL_EP_SMS_FEW
-             : !strcmp(text, "all") ? NCCL_EP_SMS_ALL
-                                    : (unsigned)epOptionNumber(text, 0, 1024, "sms", state);
+    o->sms = !strcmp(text, "few") ? NCCL_EP_SMS_FEW : NCCL_EP_SMS_ALL;
+    if (!strcmp(text, "few") || !strcmp(text, "all")) break;
+    if (*text < '0' || *text > '9') argp_error(state, "--sms %s: expected a number from 0 to 1024, few or all", text);
+    o->sms = (unsigned)epOptionNumber(text, 0, 1024, "sms", state);
     break;
   case OPT_EMU_SMS:
     o->fabric.emuSms = (unsigned)epOptionNumber(text, 1, 1024, "emu-sms", state);
@@ -492,6 +494,7 @@ static int parseTokens(epBenchOptions *o) {
 /* What low latency cannot do must not look as if it had been measured. */
 static int checkFit(const epBenchOptions *o, int ll) {
   static const char *const useHt = "expected --layout flat or expert-major (high throughput)";
+  size_t row = o->hidden * epRefTypeBytes(o->type), back = o->hidden * epRefTypeBytes(EP_REF_BF16);
   if (ll && o->scaleColumns) return epToolFail("--scale-layout column: low latency has scales in rows: %s", useHt);
   if (ll && o->backward) return epToolFail("--backward: low latency has the forward pass only: %s", useHt);
   if (ll && o->maxRecv >= 0) return epToolFail("--max-recv: low latency's rows have fixed places: %s", useHt);
@@ -504,6 +507,13 @@ static int checkFit(const epBenchOptions *o, int ll) {
                       "expert-major-3d (low latency)");
   if (o->nvfp4 && o->type != EP_REF_BF16 && o->type != EP_REF_E4M3)
     return epToolFail("--combine-quant nvfp4: of bf16 rows: expected --dtype bf16 or fp8");
+  if (o->nvfp4 && o->fabric.scaleOut > 1)
+    return epToolFail("--combine-quant nvfp4: not supported yet across scale-up domains: expected --topology 1xN");
+  if (o->nvfp4 && o->hidden % 16)
+    return epToolFail("--hidden %u: expected a multiple of 16 with --combine-quant nvfp4", o->hidden);
+  if (row % EP_ROW_ALIGN || (row > back ? row : back) > EP_MAX_ROW_BYTES)
+    return epToolFail("--hidden %u: rows of %zu bytes, back of %zu: expected a multiple of %u, at most %u", o->hidden,
+                      row, row > back ? row : back, EP_ROW_ALIGN, EP_MAX_ROW_BYTES);
   if (ll && o->align != UINT_MAX) return epToolFail("--align %u: low latency aligns no zones: %s", o->align, useHt);
   return 0;
 }
@@ -524,6 +534,9 @@ static int checkMasks(epBenchOptions *o) {
     return epToolFail("--mask-test %d: a run of its own: expected none of --compare, --sm-curve, --limits, "
                       "--profile-parts, --host-time, --graph, --profile, --backward, --plot and --json beside it",
                       r);
+  if (o->fabric.timeoutMs < MASK_TEST_MS)
+    return epToolFail("--timeout-ms %u: expected at least %d with --mask-test, as layers themselves take time",
+                      o->fabric.timeoutMs, MASK_TEST_MS);
   o->masks = 1;
   o->iters = 0;
   return 0;

@@ -253,6 +253,19 @@ static int addJob(int kernel, int arch, unsigned hidden, const epConfig *config)
   return 1;
 }
 
+/* What no layout asked for has kernels of would be left out without a word. */
+static int fits(const precompile *p) {
+  int ht = p->layout[0] || p->layout[1], ll = p->layout[2] || p->layout[3];
+  const char *option = !ht && p->backward ? "backward"
+                       : !ht && p->single ? "single-reduction"
+                       : !ll && p->nvfp4  ? "combine-quant nvfp4"
+                                          : NULL;
+  if (option)
+    fprintf(stderr, "ep_precompile: --%s: expected --layout with %s\n", option,
+            ht ? "rank-major or expert-major-3d (low latency)" : "flat or expert-major (high throughput)");
+  return !option;
+}
+
 /* All kernels of one group's shape on one target, for one layout, hidden size and index type. */
 static int addConfig(const precompile *p, const struct ncclEpGroup *g, const layoutName *layout, unsigned hidden,
                      ncclDataType_t index) {
@@ -351,6 +364,17 @@ static void *compileJobs(void *unused) {
   }
 }
 
+/* Of those that were compiled. */
+static int allCached(const char *folder) {
+  for (int i = 0; i < work.count && !work.failed; i++) {
+    if (epJitCached(work.jit, work.jobs[i].kernel, &work.jobs[i].config, work.jobs[i].arch)) continue;
+    fprintf(stderr, "ep_precompile: %s is not in %s after compiling: cannot write to it, see the warning above\n",
+            epJitEntryName(work.jobs[i].kernel), folder);
+    return 0;
+  }
+  return 1;
+}
+
 static double seconds(void) {
   struct timespec t;
   (void)clock_gettime(CLOCK_MONOTONIC, &t);
@@ -378,6 +402,7 @@ int main(int argc, char **argv) {
   }
   work.quiet = p.quiet;
   double start = seconds();
+  if (!fits(&p)) return 2;
   if (!addAll(&p) || epJitOpenAt(&work.jit, p.cacheDir) != ncclSuccess) {
     tellLibraryError();
     goto done;
@@ -396,21 +421,19 @@ int main(int argc, char **argv) {
   if (!p.quiet)
     printf("# %-19s %-7s %5s %7s %4s %7s %-15s %-8s %6s %6s %8s\n", "kernel", "target", "ranks", "experts", "topk",
            "hidden", "layout", "how", "regs", "spill", "seconds");
-  for (; started < p.jobs && started < work.count; started++)
+  /* The first alone: a cache that could not be written to is no cache, and what was compiled must be found again. */
+  int all = work.count;
+  work.count = all ? 1 : 0;
+  compileJobs(NULL);
+  if (!allCached(folder)) goto done;
+  work.count = all;
+  for (; started < p.jobs && started < work.count - 1; started++)
     if (pthread_create(&threads[started], NULL, compileJobs, NULL) != 0) break;
   if (!started) compileJobs(NULL);
   for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
   printf("# %d kernels: %d compiled, %d found, %d failed; %.1f s\n", work.count, work.count - work.found - work.failed,
          work.found, work.failed, seconds() - start);
-  /* A cache that could not be written to is no cache: what was compiled must be found again. */
-  status = work.failed != 0;
-  for (int i = 0; i < work.count && !status; i++) {
-    if (!epJitCached(work.jit, work.jobs[i].kernel, &work.jobs[i].config, work.jobs[i].arch)) {
-      fprintf(stderr, "ep_precompile: %s is not in %s after compiling: see the warning above\n",
-              epJitEntryName(work.jobs[i].kernel), folder);
-      status = 1;
-    }
-  }
+  status = work.failed || !allCached(folder);
 
 done:
   epJitClose(work.jit);
