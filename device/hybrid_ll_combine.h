@@ -148,8 +148,9 @@ template <class C>
 DEV bool ep_ll_reduced(const epLlRail &net, const C c, const epLlCombineArgs &a, const epLlOp &op, uint32_t t,
                        uint32_t strip, uint32_t bytes, const epLlToken &x, const uint4 *out) {
   epPlace w = ep_place(c, a.group);
-  uint32_t l = p::lane(), o = x.expert >= 0 ? (uint32_t)x.expert / (c.experts / c.ranks) / w.ups : 0;
-  uint32_t mates = ep_ll_same(x.expert >= 0, o, w.domains),
+  uint32_t l = p::lane(), owner = x.expert >= 0 ? (uint32_t)x.expert / (c.experts / c.ranks) : 0, o = owner / w.ups;
+  bool counts = x.expert >= 0 && !ep_ll_unchosen(c, owner); /* others give a domain no place */
+  uint32_t mates = ep_ll_same(counts, o, w.domains),
            buffer = ep_ll_buffer(c, EP_KERNEL_LL_COMBINE) + EP_STRIP_DATA + 16 * l;
   uint4 y[EP_STRIP_VECTORS];
   epLlSum sum;
@@ -158,8 +159,7 @@ DEV bool ep_ll_reduced(const epLlRail &net, const C c, const epLlCombineArgs &a,
     p::sts<uint4>(buffer + 512 * i, out[i]);
   ep_ll_sum_zero(sum);
 #pragma unroll 1
-  for (uint32_t m = p::ballot(p::FULL, x.expert >= 0 && (mates >> l) == 1); m;
-       m &= m - 1) { /* the highest k of each domain */
+  for (uint32_t m = p::ballot(p::FULL, counts && (mates >> l) == 1); m; m &= m - 1) { /* the highest k of each domain */
     uint32_t from = p::shfl(p::FULL, o, p::ffs(m) - 1);
     if (from == w.domain) {
 #pragma unroll

@@ -146,7 +146,7 @@ DEV void ep_ll_forward_strip(const C c, const epHybridLlDispatchArgs &b, const e
     p::stg<int32_t>((int32_t *)(a.record + rec.forward) + ((uint64_t)o * a.group.maxTokens + t) * c.topk + l,
                     here ? (int32_t)(owner * locals + EP_ENTRY_EXPERT(entry)) : -1);
   }
-  here = here && !ep_ll_left_out(c, owner); /* though it keeps its place in the token's sum */
+  here = here && !ep_ll_left_out(c, owner); /* the record keeps it: combine leaves it out itself */
   uint32_t same = ep_ll_same(here, here ? owner : 0, c.ranks),
            sends = p::ballot(p::FULL, here && (same & ep_lanes_below()) == 0);
   if (!sends) return;

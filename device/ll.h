@@ -43,16 +43,22 @@ DEV uint32_t ep_ll_window_at(uint32_t rank) { return p::smem_base() + EP_VERDICT
 DEV uint8_t *ep_ll_window(uint32_t rank) { return (uint8_t *)p::lds<uint64_t>(ep_ll_window_at(rank)); }
 template <class C> DEV uint32_t ep_ll_table(const C c, uint32_t i) { return ep_ll_window_at(c.ranks) + 4 * i; }
 
-/* With masks the window of a rank that is left out of the operation is 0, the same in all blocks; and so is that of a rank of another domain
- * which comes by one that is. Those of others there are EP_LL_FAR. */
-#define EP_LL_FAR 1u
+/* With masks the window of a rank that is left out of the operation is 0, the same in all blocks. Of a rank of another domain it is EP_LL_MUTE where it
+ * comes by one that is left out (rows for it do not go that way), else EP_LL_FAR. */
+#define EP_LL_MUTE 1u
+#define EP_LL_FAR 2u
 template <class C> DEV uint64_t ep_ll_window_of(const C c, const epGroupArgs &g, uint32_t rank) {
   if (c.mask && p::ld_relaxed_sys(ep_mask_words(c, g).left + rank)) return 0;
   if (c.mask && ep_is_far(c, g, rank))
-    return p::ld_relaxed_sys(ep_mask_words(c, g).left + ep_bringer(c, g, rank)) ? 0 : EP_LL_FAR;
+    return p::ld_relaxed_sys(ep_mask_words(c, g).left + ep_bringer(c, g, rank)) ? EP_LL_MUTE : EP_LL_FAR;
   return p::ldg<uint64_t>(g.windows + rank);
 }
-template <class C> DEV bool ep_ll_left_out(const C c, uint32_t rank) { return c.mask && !ep_ll_window(rank); }
+/* Nothing comes from it. */
+template <class C> DEV bool ep_ll_left_out(const C c, uint32_t rank) {
+  return c.mask && p::lds<uint64_t>(ep_ll_window_at(rank)) <= (c.scaleUp ? EP_LL_MUTE : 0u);
+}
+/* It has no part in sums, whatever the way from it. */
+template <class C> DEV bool ep_ll_unchosen(const C c, uint32_t rank) { return c.mask && !ep_ll_window(rank); }
 /* In another scale-up domain, where no store reaches; what is done for ranks there is left to the overloads that hybrid_ll.h has beside
  * those for `epLlOneDomain`, which do nothing. */
 template <class C> DEV bool ep_ll_far(const C c, uint32_t rank) {

@@ -809,13 +809,15 @@ ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t 
  *   update     decisions for a masked rank, and of (o, u) for domain p, are as -1: no row, no place in a sum, output and sums as if they had not
  *              been chosen. So is an update in which the rank falls out, but for the places that the sources' records keep
  *   dispatch   along a record that has such rows, their places stay empty
- *   combine    along such a record, the masked rank's part is left out, and for (o, u) all of domain p; a domain's sum keeps its place
+ *   combine    along such a record, the masked rank's part is left out, and for (o, u) all of domain p. In high throughput a domain's sum keeps its
+ *              place: that of the highest k in the record
  *   who knows  a rank waits for those of its domain and those of its index alone, and finds out about them. About others it is told by
  *              the rank of their index in its domain: with their missing decisions or rows, in the next update at the latest
  *   metadata   sent_slot is -1 also for ranks of (p, u)'s index as seen from domain p: it was (p, u) who told those places
  *   low latency  whose updates are local: what is said of an update holds for its dispatch, and what is said of the next update for the next
  *              dispatch. Of the rows of a source all are there or none, on each rank; along a record that has rows of (o, u) in domain p combine leaves
- *              them out there
+ *              them out there. A rank that the token's rank knows to be masked gives a domain's sum no place, whichever the record: sums are as if it had
+ *              not been chosen
  * All ranks that go on must give ncclEpMaskUpdate the same masks. ncclEpMaskClean admits a rank through those that it reaches, in two rounds:
  * with ranks missing it takes up to two and a half timeouts.
  *

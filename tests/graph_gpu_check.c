@@ -47,7 +47,7 @@ static int batchMake(const trial *t, epLayer *layer, uint64_t seed, batch *b) {
   in.topkIdx = (const int64_t *const *)b->routing.idx;
   rc = epRefCreate(&in, &b->ref);
   if (rc) return epToolFail("reference: %s", strerror(rc));
-  b->what = (epCheckCase){b->ref, &b->routing, seed, ranks};
+  b->what = (epCheckCase){.ref = b->ref, .routing = &b->routing, .seed = seed, .scaleUp = ranks};
   return epLayerSetIndices(layer, 0, b->routing.idx[layer->port->rank], t->tokens) ||
                  epCheckUploadTokens(layer, &b->what, EP_DATA_TOKEN) || epCheckUploadOutputs(layer, &b->what) ||
                  epLayerPrefill(layer) || epPortBarrier(layer->port)

@@ -134,7 +134,7 @@ static int turn(epPort *port, void *context) {
   if (rc) {
     epToolFail("reference: %s", strerror(rc));
   } else {
-    epCheckCase what = {ref, &routing, s->runs, s->scaleUp};
+    epCheckCase what = {.ref = ref, .routing = &routing, .seed = s->runs, .scaleUp = s->scaleUp};
     rc = forward(s, layer, &what) || backward(s, layer, &what);
   }
   epRefDestroy(ref);

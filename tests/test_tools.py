@@ -94,6 +94,10 @@ for topology, rank, options in (('1x3', '0', ['--layout', 'flat']), ('1x4', '3',
     named = ['timed out', 'waiting for rank %s' % rank, 'that rank is masked']
     run([0], ['rank %s stays away' % rank, '# with all: exact', '# without it: exact', '# with all again: exact'] + named, *away,
         '--topology', topology, '--mask-test', rank, *options)
+# FP32 shows in which order the domains' sums are added: without the rank as of choices without it.
+for layout in 'flat', 'expert-major', 'rank-major', 'expert-major-3d':
+    run([0], ['# with all: exact', '# without it: exact', '# with all again: exact'], bench, '--backend', 'emu', '--topology', '3x2', '--layout', layout,
+        '--mask-test', '2', '--dtype', 'fp32', '--hidden', '64', '--seed', '5', '--timeout-ms', '1000')
 # Kernels that skip a wait keep no such promise.
 run([1], ['FAIL'], *away, '--topology', '1x3', '--mask-test', '1', '--bug', 'skip-wait')
 for words, options in ((['rank below 3'], ['1x3', '3']), (['at least 3'], ['1x2', '1']), (['0 to'], ['1x3', '-1']),

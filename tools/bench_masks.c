@@ -79,6 +79,8 @@ static int makeHole(const epBench *bench, unsigned routing, hole *out) {
 
 /* ---- Layers ------------------------------------------------------------------------------------------------------- */
 
+enum { WITH_ALL, FALLS_OUT, WITHOUT };
+
 /* Update, dispatch and combine of a routing, compared with the reference; *ms: from the first call to the end of the last. The rank that
  * is away only meets the others. */
 static int runLayer(side *s, unsigned routing, int without, double *ms) {
@@ -86,6 +88,8 @@ static int runLayer(side *s, unsigned routing, int without, double *ms) {
   epPort *port = layer->port;
   epCheckCase what = epBenchWhat(s->bench, routing);
   double start;
+  /* Of the update in which the rank falls out, sources' records keep its places; low latency's dispatch keeps none. */
+  if (without == FALLS_OUT && !epLayerIsLl(&layer->config)) what.places = what.ref;
   if (without) what.ref = s->holes[routing].ref;
   if (without && s->away) { /* before, and after */
     if (epPortBarrier(port)) return -1;
@@ -145,10 +149,10 @@ static int checkFirst(side *s) {
 
 static int layersWithout(side *s) {
   int rank = s->layer->port->rank, gone = s->bench->options->maskRank;
-  if (runLayer(s, 0, 1, &s->saw.firstMs) || (!s->away && checkFirst(s))) return -1;
+  if (runLayer(s, 0, FALLS_OUT, &s->saw.firstMs) || (!s->away && checkFirst(s))) return -1;
   for (unsigned i = 1; i < AWAY_LAYERS; i++) {
     double ms = 0;
-    if (runLayer(s, i % ROUTINGS, 1, &ms)) return -1;
+    if (runLayer(s, i % ROUTINGS, WITHOUT, &ms)) return -1;
     if (ms > s->saw.laterMs) s->saw.laterMs = ms;
   }
   if (s->away) return 0;
@@ -162,7 +166,7 @@ static int layersWithout(side *s) {
 static int layersWithAll(side *s) {
   double ms;
   for (unsigned i = 0; i < ROUTINGS; i++)
-    if (runLayer(s, i, 0, &ms)) return -1;
+    if (runLayer(s, i, WITH_ALL, &ms)) return -1;
   return epBenchSettled(s->bench, s->layer);
 }
 

@@ -419,8 +419,11 @@ static void compareCombined(void *context, unsigned part, uint64_t first, uint64
   const epLayerConfig *c = d->config;
   const epCheckCase *what = d->what;
   uint32_t rank = d->rank;
-  epRefCombine how = {
-      .type = c->combineType, .hidden = c->hidden, .scaleUp = what->scaleUp, .multipleReductions = !c->single};
+  epRefCombine how = {.type = c->combineType,
+                      .hidden = c->hidden,
+                      .scaleUp = what->scaleUp,
+                      .multipleReductions = !c->single,
+                      .places = what->places};
   size_t row = epLayerCombineRowBytes(c), element = epRefTypeBytes(c->combineType);
   unsigned char *work = malloc((c->topk + 3) * row), *want = work + c->topk * row, *bias = want + row;
   float *scratch = malloc(4ull * c->hidden * sizeof(*scratch));

@@ -8,6 +8,7 @@
 /* One routing with its data: everything a rank needs to know what all ranks hold. */
 typedef struct epCheckCase {
   const epRef *ref;
+  const epRef *places; /* epRefCombine's; NULL: ref's own */
   const epRouting *routing;
   uint64_t seed; /* of the data */
   uint32_t scaleUp;

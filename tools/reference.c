@@ -311,6 +311,12 @@ static int domainOf(const tokenSlots *s, uint32_t k) {
   return owner < 0 ? -1 : owner / (int)s->how->scaleUp;
 }
 
+/* The domain whose sum the token's k gives a place, a row or none. */
+static int placeOf(const tokenSlots *s, uint32_t k) {
+  int owner = s->how->places ? epRefOwner(s->how->places, s->rank, s->token, k) : ownerOf(s, k);
+  return owner < 0 ? -1 : owner / (int)s->how->scaleUp;
+}
+
 /* True when no larger k has the same owner (domain). */
 static int highestOf(const tokenSlots *s, uint32_t k, int (*of)(const tokenSlots *, uint32_t)) {
   for (uint32_t j = k + 1; j < s->ref->in.topk; j++)
@@ -346,15 +352,18 @@ static void sumOfRank(const tokenSlots *s, int owner, float *sum) {
   roundSum(s->how->type, sum, s->how->hidden);
 }
 
-/* Sum of the partial sums of one domain's ranks, in the order of the highest k that each holds, from +0, rounded. */
-static void sumOfDomain(const tokenSlots *s, int domain, float *partial, float *sum) {
+/* Sum of the partial sums of one domain's ranks, in the order of the highest k that each holds, from +0, rounded. False: it has none. */
+static int sumOfDomain(const tokenSlots *s, int domain, float *partial, float *sum) {
+  int any = 0;
   clearSum(sum, s->how->hidden);
   for (uint32_t k = 0; k < s->ref->in.topk; k++)
     if (domainOf(s, k) == domain && highestOf(s, k, ownerOf)) {
       sumOfRank(s, ownerOf(s, k), partial);
       addSum(sum, partial, s->how->hidden);
+      any = 1;
     }
   roundSum(s->how->type, sum, s->how->hidden);
+  return any;
 }
 
 /* ---- NVFP4 -------------------------------------------------------------------------------------------------------- */
@@ -434,19 +443,18 @@ void epRefCombineToken(const epRef *ref, const epRefCombine *how, uint32_t rank,
                        const void *const *rows, float *scratch, void *out) {
   tokenSlots s = {ref, how, rows, rank, token};
   float *total = scratch, *domain = scratch + how->hidden, *partial = domain + how->hidden;
-  int hybrid = how->scaleUp < ref->in.ranks;
+  int ofDomains = how->multipleReductions && how->scaleUp < ref->in.ranks;
   clearSum(total, how->hidden);
   if (how->bias0) addElements(how->type, total, how->bias0, how->hidden);
   if (how->bias1) addElements(how->type, total, how->bias1, how->hidden);
   for (uint32_t k = 0; k < ref->in.topk; k++) {
-    if (ownerOf(&s, k) < 0) continue;
-    if (!how->multipleReductions) {
-      addSlot(&s, k, total);
-    } else if (hybrid) {
-      if (highestOf(&s, k, domainOf)) {
-        sumOfDomain(&s, domainOf(&s, k), partial, domain);
+    if (ofDomains) {
+      if (placeOf(&s, k) >= 0 && highestOf(&s, k, placeOf) && sumOfDomain(&s, placeOf(&s, k), partial, domain))
         addSum(total, domain, how->hidden);
-      }
+    } else if (ownerOf(&s, k) < 0) {
+      continue;
+    } else if (!how->multipleReductions) {
+      addSlot(&s, k, total);
     } else if (highestOf(&s, k, ownerOf) && how->nvfp4) {
       addQuantised(&s, ownerOf(&s, k), partial, total);
     } else if (highestOf(&s, k, ownerOf)) {

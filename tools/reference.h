@@ -76,6 +76,7 @@ typedef struct epRefCombine {
   const void *bias0, *bias1; /* the token's rows, or NULL */
   const float *weights;      /* [topk], applied to the slots by fused multiply-add; NULL: 1 */
   const float *nvfp4;        /* [topk], the callers' scales of rows; NULL: not quantised */
+  const epRef *places;       /* whose choices order the domains' sums, also where no row came of them; NULL: the same */
 } epRefCombine;
 void epRefCombineToken(const epRef *ref, const epRefCombine *how, uint32_t rank, uint32_t token,
                        const void *const *rows, float *scratch, void *out);
