@@ -45,17 +45,14 @@ DEV bool ep_hybrid_arrange_far(const C c, const epHybridDispatchArgs &a, uint32_
     return true;
   }
   ep_hybrid_arrange(c, a, s, j, row, true);
-  p::fence_sys();
-  bool late = p::ld_acquire_sys((const uint32_t *)(ep_mask_home(c, g, g.rank) + ep_mask_window(c, g).told) + by) >
-              p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch);
-  if (p::ballot(p::FULL, late)) {
-    if (p::lane() == 0) ep_mask_out(c, g, EP_ERR_MASKED_BY, EP_PHASE_DISPATCH_ROWS, by, 1, 0);
-    p::sync_warp();
-    return false;
-  }
-  for (uint32_t at = 16 * p::lane(); at < c.rowBytes; at += 512) p::confirm(row + at, 16);
-  for (uint32_t at = c.rowBytes + 4 * p::lane(); at < bytes; at += 128) p::confirm(row + at, 4);
-  return true;
+  uint32_t epoch = p::ld_relaxed_sys(&ep_mask_state(c, g)->epoch);
+  bool late = p::look_sys((const uint32_t *)(ep_mask_home(c, g, g.rank) + ep_mask_window(c, g).told) + by) > epoch;
+  for (uint32_t at = 16 * p::lane(); at < c.rowBytes && !late; at += 512) p::confirm(row + at, 16);
+  for (uint32_t at = c.rowBytes + 4 * p::lane(); at < bytes && !late; at += 128) p::confirm(row + at, 4);
+  if (!p::ballot(p::FULL, late)) return true;
+  if (p::lane() == 0) ep_mask_out(c, g, EP_ERR_MASKED_BY, EP_PHASE_DISPATCH_ROWS, by, 1, 0);
+  p::sync_warp();
+  return false;
 }
 
 /* One block, as ep_hybrid_forwarder: with masks a rail may be given up, and then each of its tails says how far it came. */

@@ -19,6 +19,7 @@
  *              ldg_any<T>(p)  as ldg, of memory that may hold nothing yet: the value is not used before
  *              confirm(p, bytes) has said that it holds something (no code on GPUs)
  *              ld_acquire_sys/ld_relaxed_sys(u32* or u64*)  st_release_sys/st_relaxed_sys  fence_sys()
+ *              look_sys(u32*)  fence_sys, then ld_acquire_sys: news that it does not see come after all that was loaded before it
  *              ld_relaxed_sys128(p) -> uint4, st_relaxed_sys128(p, uint4): 16 bytes at once, as one 128-bit scalar
  *              ld_acquire_gpu(u32*)  st_release_gpu(u32*, v)  atomic_add(u32*, v) relaxed gpu   atomic_add_acq_rel_gpu(u32*, v)
  *              atomic_cas(u32*, expect, v) relaxed sys

@@ -164,6 +164,10 @@ DEV void st_relaxed_sys128(void *a, uint4 v) {
                : "memory");
 }
 DEV void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+DEV uint32_t look_sys(const uint32_t *a) {
+  fence_sys();
+  return ld_acquire_sys(a);
+}
 DEV uint32_t ld_acquire_gpu(const uint32_t *a) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(a) : "memory");

@@ -76,6 +76,7 @@ struct Fiber {
   bool touchedGlobal;                      // a first grid_wait would come too late
   ReleaseRef fenceRelease;                 // given away by relaxed stores after a fence
   KnownRef relaxedSeen, relaxedSeenFenced; // gained at the next fence
+  u32 anyEpoch, lookEpoch;                 // of its last loadAny; of what it did before its last look
   // stores and bulk stores
   std::vector<PendingStore *> pending;
   std::vector<BulkCopy *> bulk;
@@ -245,7 +246,9 @@ public:
   void load(const void *addr, void *out, u32 bytes, Place place);
   void loadAny(const void *addr, void *out, u32 bytes, Place place); // of memory that may never have been written
   void store(void *addr, const void *data, u32 bytes, Order order, Place place);
+  void confirm(const void *addr, u32 bytes, Place place); // what loadAny did not check
   u64 poll(const void *addr, u32 bytes, bool acquire, bool system, Place place);
+  u32 look(const u32 *word, Place place);                  // a fence, then an acquire
   void pollWide(const void *addr, void *out, Place place); // 16 bytes at once, relaxed; waits on the first word
   u32 atomicUpdate(u32 *addr, bool compare, u32 expected, u32 operand, bool acquireRelease, bool system, Place place);
   void fence();
@@ -289,7 +292,7 @@ private:
   void streamStep(Stream *s);
   // weak_memory.cpp
   Region *regionFor(const void *addr, size_t bytes, u32 align, const char *what, Place place);
-  bool checkRead(Region *r, const u8 *addr, u32 bytes, bool strong, bool system, Place place);
+  bool checkRead(Region *r, const u8 *addr, u32 bytes, bool strong, bool system, Place place, u32 epoch = 0);
   void checkWrite(Region *r, u8 *addr, const void *data, u32 bytes, Actor actor, u32 epoch, u8 strength, Place place);
   void flushWord(Word *w, const u8 *addr);
   PendingStore *newStore();

@@ -29,6 +29,7 @@ struct SyncWord {
   u64 change = 0;       // commit that last changed it
   ReleaseRef release;   // what an acquire of its present value gives
   Actor unreleased = 0; // who stored the present value without release
+  KnownRef looked;      // what was done before a look at it (Engine::look): before whatever follows a later store of it
   std::vector<Fiber *> waiting;
 };
 

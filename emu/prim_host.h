@@ -96,10 +96,8 @@ template <class T> DEV T ldg_any(const void *a, Here h = Here::current()) {
   return v;
 }
 // What ldg_any did not check, and that it saw the last word: nothing stores it meanwhile.
-DEV void confirm(const void *a, uint32_t bytes, Here h = Here::current()) {
-  uint8_t v[16];
-  e().load(a, v, bytes, at(h));
-}
+DEV void confirm(const void *a, uint32_t bytes, Here h = Here::current()) { e().confirm(a, bytes, at(h)); }
+DEV uint32_t look_sys(const uint32_t *a, Here h = Here::current()) { return e().look(a, at(h)); }
 
 DEV uint32_t ld_acquire_sys(const uint32_t *a, Here h = Here::current()) {
   return uint32_t(e().poll(a, 4, true, true, at(h)));

@@ -377,6 +377,7 @@ void Engine::startBlock(Launch *l) {
     f.viewSharedFenced = f.viewGlobalFenced = f.touchedGlobal = false;
     f.fenceRelease = ReleaseRef();
     f.relaxedSeen = f.relaxedSeenFenced = KnownRef();
+    f.anyEpoch = f.lookEpoch = 0;
     f.pending.clear();
     f.bulk.clear();
     f.bulkGroup = f.bulkSlot = 0;
@@ -395,6 +396,7 @@ void Engine::retire(Block *b) {
   u32 last = b->base;
   for (Fiber &f : b->fibers) {
     while (!f.pending.empty()) commit(f.pending[0]);
+    b->exitKnown = joiner.join(b->exitKnown, f.relaxedSeen);
     last = std::max({last, f.epoch, f.bulkIssued});
   }
   for (BulkCopy *c : b->copies) { // stores nobody waited for complete here

@@ -222,6 +222,17 @@ static void testCredit(void **) {
   caught(litmus::credit, 4, "past the end of the region", 2, 1, 32);
 }
 
+static bool lookRight(Lab &lab, u32 r) {
+  for (u32 i = 0; i < 32; i++)
+    if (lab.out[r][i] != 7) return false;
+  return true;
+}
+static void testLook(void **) {
+  clean(litmus::look, 0, 2, 1, 64, lookRight);
+  for (u32 bug = 1; bug <= 4; bug++) caught(litmus::look, bug, "[data race]", 2, 1, 64, false);
+  caught(litmus::look, 4, "which may still be read by", 2, 1, 64, false);
+}
+
 static void testGrid(void **) {
   clean(litmus::grid, 0, 2, 3, 64, gridRight);
   caught(litmus::grid, 1, "[data race]", 1, 3, 64);
@@ -498,7 +509,7 @@ int main() {
       cmocka_unit_test(testGrid),    cmocka_unit_test(testNetwork),       cmocka_unit_test(testExecution),
       cmocka_unit_test(testStreams), cmocka_unit_test(testFreed),         cmocka_unit_test(testNoWeakMemory),
       cmocka_unit_test(testSparse),  cmocka_unit_test(testThreads),       cmocka_unit_test(testMissingRank),
-      cmocka_unit_test(testNumbers), cmocka_unit_test(testNetworkCloses),
+      cmocka_unit_test(testNumbers), cmocka_unit_test(testNetworkCloses), cmocka_unit_test(testLook),
   };
   return cmocka_run_group_tests_name("emu_prims", tests, nullptr, nullptr);
 }

@@ -125,6 +125,37 @@ inline void credit(const Args &a) {
   if (a.bug == 4) stg<uint32_t>(a.out + 8192, 1u);
 }
 
+// A row that the neighbour stores over without waiting, once it has said so: who has loaded it looks whether that was said, and takes it only if
+// not. 1: said behind the stores; 2: no fence between the word and the stores; 3: the look comes before the loads; 4: no look
+inline void look(const Args &a) {
+  uint32_t l = lane();
+  uint32_t *said = a.mine + FLAG + 1, *say = a.peer + FLAG + 1;
+  if (warp() == 1) {
+    if (l == 0) {
+      wait32(a.mine + FLAG, 1);
+      if (a.bug != 1) st_relaxed_sys(say, 1u);
+      if (a.bug != 2) fence_sys();
+    }
+    sync_warp();
+    stg<uint32_t>(a.peer + ROW + l, 8);
+    if (a.bug == 1) {
+      fence_sys();
+      sync_warp();
+      if (l == 0) st_relaxed_sys(say, 1u);
+    }
+    return;
+  }
+  stg<uint32_t>(a.mine + ROW + l, 7);
+  sync_warp();
+  if (l == 0) st_release_sys(a.peer + FLAG, 1u);
+  sync_warp();
+  bool late = a.bug == 3 && look_sys(said);
+  uint32_t v = ldg_any<uint32_t>(a.mine + ROW + l);
+  if (a.bug < 3) late = look_sys(said);
+  if (!late) confirm(a.mine + ROW + l, 4);
+  stg<uint32_t>(a.out + l, late ? 7 : v);
+}
+
 // All blocks publish, meet at a counter, and read each other. 1: no wait at the counter; 2: relaxed counter.
 // 3: the first block waits for a block that is never resident; needs more blocks than fit.
 inline void grid(const Args &a) {

@@ -137,8 +137,8 @@ void Engine::reportRace(Region *, const u8 *addr, Word *w, bool isWrite, bool ag
   reports.write(Fault::Race, line);
 }
 
-// True when a racing value may be returned.
-bool Engine::checkRead(Region *r, const u8 *addr, u32 bytes, bool strong, bool system, Place place) {
+// True when a racing value may be returned. `epoch`: when it was loaded, 0: now.
+bool Engine::checkRead(Region *r, const u8 *addr, u32 bytes, bool strong, bool system, Place place, u32 epoch) {
   Fiber *f = cur;
   bool race = false;
   LastStamp writers;
@@ -158,7 +158,7 @@ bool Engine::checkRead(Region *r, const u8 *addr, u32 bytes, bool strong, bool s
              memory.where(addr + i).c_str());
     if (!strong) {
       w->reader = actorOf(f->block->identity, f->tid);
-      w->readEpoch = f->epoch;
+      w->readEpoch = epoch ? epoch : f->epoch;
       w->readPlace = place;
     }
   }
@@ -270,6 +270,9 @@ void Engine::commit(PendingStore *p) {
       for (u32 i = 0; i < p->bytes; i += 4) Memory::wordAt(r, p->addr + i)->pending--;
   }
   p->done = true;
+  if (Region *r = memory.regionAt(p->addr); !p->copy && r && r->shadow)
+    if (Word *w = Memory::wordAt(r, p->addr); w->sync && (w->flags & W_SYSTEM))
+      p->owner->relaxedSeen = joiner.join(p->owner->relaxedSeen, memory.sync(w->sync).looked);
   writeBytes(p->addr, p->data, p->bytes, p->release, p->copy ? 0 : actorOf(p->owner->block->identity, p->owner->tid));
 }
 
@@ -354,10 +357,20 @@ void Engine::load(const void *addr, void *out, u32 bytes, Place place) {
 
 void Engine::loadAny(const void *addr, void *out, u32 bytes, Place place) {
   maybeYield(64);
+  cur->anyEpoch = cur->epoch;
   if (regionFor(addr, bytes, bytes, "load", place))
     memcpy(out, addr, bytes);
   else
     memset(out, 0xEE, bytes);
+}
+
+// What came before a look is judged as of then: no other thread runs in between.
+void Engine::confirm(const void *addr, u32 bytes, Place place) {
+  Fiber *f = cur;
+  u32 looked = f->anyEpoch <= f->lookEpoch ? f->lookEpoch : 0;
+  if (!looked) maybeYield(64);
+  Region *r = regionFor(addr, bytes, bytes, "load", place);
+  if (r && r->shadow) checkRead(r, static_cast<const u8 *>(addr), bytes, false, false, place, looked);
 }
 
 static u64 readWord(const void *addr, u32 bytes) {
@@ -414,6 +427,20 @@ u64 Engine::poll(const void *addr, u32 bytes, bool acquiring, bool system, Place
     f->relaxedSeenFenced = joiner.join(f->relaxedSeenFenced, release->fenced);
   }
   return readWord(addr, bytes);
+}
+
+// Who reads a word that is not stored yet has done before the store what it did before its fence. That orders no value that it may load, but
+// says which stores cannot have changed one: those that follow the word's.
+u32 Engine::look(const u32 *word, Place place) {
+  Fiber *f = cur;
+  fence();
+  f->lookEpoch = f->epoch - 1;
+  u32 v = u32(poll(word, 4, true, true, place));
+  if (Region *r = memory.regionAt(word); r && !r->freed && r->shadow) {
+    SyncWord &s = memory.syncOf(Memory::wordAt(r, reinterpret_cast<const u8 *>(word)));
+    s.looked = joiner.join(s.looked, f->fenceRelease->seen);
+  }
+  return v;
 }
 
 void Engine::pollWide(const void *addr, void *out, Place place) {

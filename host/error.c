@@ -16,6 +16,8 @@ static uint32_t epShared(const uint32_t *word) { return __atomic_load_n(word, __
 
 const char *epPhaseName(uint32_t phase) {
   switch (phase) {
+  case EP_PHASE_NONE:
+    return "none: nothing was waited for";
   case EP_PHASE_UPDATE_COUNTS:
     return "update: counts";
   case EP_PHASE_UPDATE_META:
@@ -254,7 +256,7 @@ void epGroupErrorInfo(struct ncclEpGroup *g, ncclEpErrorInfo_t *info) {
   info->expected = info->seen = 0;
   if (code != EP_ERR_NONE) {
     info->code = epInfoCode(code);
-    info->peer = (int)e->peer;
+    info->peer = code == EP_ERR_STALE_RECORD ? -1 : (int)e->peer;
     info->expected = code == EP_ERR_APART ? e->operation : e->expected;
     info->seen = code == EP_ERR_APART ? e->operation : e->seen;
     snprintf(info->phase, sizeof info->phase, "%s", epPhaseName(e->phase));

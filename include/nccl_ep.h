@@ -652,9 +652,10 @@ ncclResult_t ncclEpCreateGroup(ncclEpGroup_t *ep_group, ncclComm_t comm, const n
  * Collective, because ranks store into each other's windows: it waits until all ranks have called it, or the
  * communicator has an error or is aborted (with a rank that is gone, abort the communicator first), or the group's
  * timeout_ns has passed, 2 s at least; operations that were left unfinished or failed make it no longer. With enable_mask
- * masked ranks are not waited for. The caller has synchronised its streams with the group's work. Handles of the group
- * become invalid (further calls on them answer ncclInvalidArgument) and their device memory is released; the handles
- * themselves are released by ncclEpHandleDestroy, before or after. NULL is accepted. */
+ * masked ranks are not waited for, so their processes must have ended, or their work on the group (see "Masks"). The caller
+ * has synchronised its streams with the group's work. Handles of the group become invalid (further calls on them answer
+ * ncclInvalidArgument) and their device memory is released; the handles themselves are released by ncclEpHandleDestroy, before or
+ * after. NULL is accepted. */
 ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t ep_group);
 
 /* ncclEpHandleMemSize: bytes of device memory that a handle's routing record takes.
@@ -823,6 +824,12 @@ ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t 
  *
  * A masked rank takes part again after ncclEpMaskClean, and then every handle must be updated again on all ranks before it is
  * dispatched or combined along: such a call along an older record moves nothing and is reported (code 7).
+ *
+ * A masked rank that lives may still load from windows, store into them and send to them. So a group may be destroyed while a rank is masked only
+ * where that rank's process has ended, or its streams have come to the end of its work on the group and it issues no more. Otherwise it meets memory
+ * that was given back, or has become something else: NCCL promises nothing of accesses after a window was deregistered.
+ * ncclEpMaskClean, which lets it in again, makes the destruction wait for it.
+ *
  * Outputs of such groups are always staged (zero_copy ON is refused), and combine sends rows of long tokens in one piece. */
 
 /* ncclEpMaskQuery: which ranks take part (1) or are masked (0), in stream order.

@@ -33,11 +33,11 @@ typedef struct {
                           * 6 that the peer has masked this rank, 7 that a handle was not updated since ncclEpMaskClean,
                           * 8 the peer is in another operation than this rank (expected, seen: its number, the same on both) */
   int rank;              /* this rank */
-  int peer;              /* rank waited for, or -1 */
+  int peer;              /* rank waited for, or that the code speaks of; -1 where there is none: codes 3, 4, 7 */
   unsigned int expected; /* generation or count expected; rows needed for code 4 */
   unsigned int seen;     /* generation or count seen; for code 4 the rows there were room for, 0 in eager groups;
                           * for code 3 the low 32 bits of the id (`text` has all) */
-  char phase[48];        /* for example "dispatch: rows" */
+  char phase[48];        /* for example "dispatch: rows"; "none: nothing was waited for" */
   char text[256];        /* one line for people */
 } ncclEpErrorInfo_t;
 #define NCCL_EP_ERROR_INFO_INIT NCCL_EP_STRUCT_INIT(ncclEpErrorInfo_t, NCCL_EP_MAGIC)

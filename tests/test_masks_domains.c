@@ -172,6 +172,7 @@ static void restored(epTestRank *me, epRun *run, const epRound *round, epRough *
     expectQuick(me, from);
     EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
     EXPECT(me, info.code == 7, "code %d: %s", info.code, info.text);
+    EXPECT(me, info.peer == -1 && strncmp(info.phase, "none:", 5) == 0, "peer %d, phase '%s'", info.peer, info.phase);
     EXPECT_OK(me, ncclEpErrorClear(me->group));
   }
   for (int i = 0; i < 2; i++) {
