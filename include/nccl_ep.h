@@ -754,9 +754,10 @@ ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t 
  *   outputs  tokens [T, H] of the same type; backward also topk_weights [T, K]
  *   config   NULL: forward, no recipe
  * y[t] is the sum over the slots that token t has, in FP32 and in a fixed order: the slots of one rank in ascending k,
- * rounded to the token type, then the ranks' sums in the order of the highest k each holds, rounded once. Weights are
- * applied by the expert side, but for low latency's 3-D layout, where combine applies them. A token without selection
- * gets zeros. Collective, asynchronous, capturable, any number of times per update.
+ * rounded to the token type, then the ranks' sums in the order of the highest k that chose each (also where that row was
+ * dropped for a budget), rounded once. Weights are applied by the expert side, but for low latency's 3-D layout, where
+ * combine applies them. A token without selection gets zeros. Collective, asynchronous, capturable, any number of times
+ * per update.
  *
  * In low latency (forward pass) it follows a dispatch on the same routing; inputs are shaped as that dispatch's outputs.
  * 3-D expert-major takes the weights: outputs.topk_weights [T, K], which is required and read, never written.

@@ -306,15 +306,20 @@ static int ownerOf(const tokenSlots *s, uint32_t k) {
   return s->rows[k] ? epRefOwner(s->ref, s->rank, s->token, k) : -1;
 }
 
+/* The rank whose sum the token's k gives a place, kept or dropped: the source does not know what others had to drop. */
+static int chosenOf(const tokenSlots *s, uint32_t k) {
+  return epRefOwner(s->how->places ? s->how->places : s->ref, s->rank, s->token, k);
+}
+
 static int domainOf(const tokenSlots *s, uint32_t k) {
-  int owner = ownerOf(s, k);
+  int owner = chosenOf(s, k);
   return owner < 0 ? -1 : owner / (int)s->how->scaleUp;
 }
 
-/* The domain whose sum the token's k gives a place, a row or none. */
-static int placeOf(const tokenSlots *s, uint32_t k) {
-  int owner = s->how->places ? epRefOwner(s->how->places, s->rank, s->token, k) : ownerOf(s, k);
-  return owner < 0 ? -1 : owner / (int)s->how->scaleUp;
+static int hasRows(const tokenSlots *s, int owner) {
+  for (uint32_t k = 0; k < s->ref->in.topk; k++)
+    if (ownerOf(s, k) == owner) return 1;
+  return 0;
 }
 
 /* True when no larger k has the same owner (domain). */
@@ -352,13 +357,13 @@ static void sumOfRank(const tokenSlots *s, int owner, float *sum) {
   roundSum(s->how->type, sum, s->how->hidden);
 }
 
-/* Sum of the partial sums of one domain's ranks, in the order of the highest k that each holds, from +0, rounded. False: it has none. */
+/* Sum of the partial sums of one domain's ranks, in the order of the highest k that chose each, from +0, rounded. False: it has none. */
 static int sumOfDomain(const tokenSlots *s, int domain, float *partial, float *sum) {
   int any = 0;
   clearSum(sum, s->how->hidden);
   for (uint32_t k = 0; k < s->ref->in.topk; k++)
-    if (domainOf(s, k) == domain && highestOf(s, k, ownerOf)) {
-      sumOfRank(s, ownerOf(s, k), partial);
+    if (domainOf(s, k) == domain && highestOf(s, k, chosenOf) && hasRows(s, chosenOf(s, k))) {
+      sumOfRank(s, chosenOf(s, k), partial);
       addSum(sum, partial, s->how->hidden);
       any = 1;
     }
@@ -448,18 +453,20 @@ void epRefCombineToken(const epRef *ref, const epRefCombine *how, uint32_t rank,
   if (how->bias0) addElements(how->type, total, how->bias0, how->hidden);
   if (how->bias1) addElements(how->type, total, how->bias1, how->hidden);
   for (uint32_t k = 0; k < ref->in.topk; k++) {
+    int chosen = chosenOf(&s, k);
+    if (chosen < 0) continue;
     if (ofDomains) {
-      if (placeOf(&s, k) >= 0 && highestOf(&s, k, placeOf) && sumOfDomain(&s, placeOf(&s, k), partial, domain))
+      if (highestOf(&s, k, domainOf) && sumOfDomain(&s, domainOf(&s, k), partial, domain))
         addSum(total, domain, how->hidden);
-    } else if (ownerOf(&s, k) < 0) {
-      continue;
     } else if (!how->multipleReductions) {
-      addSlot(&s, k, total);
-    } else if (highestOf(&s, k, ownerOf) && how->nvfp4) {
-      addQuantised(&s, ownerOf(&s, k), partial, total);
-    } else if (highestOf(&s, k, ownerOf)) {
-      sumOfRank(&s, ownerOf(&s, k), partial);
-      addSum(total, partial, how->hidden);
+      if (ownerOf(&s, k) >= 0) addSlot(&s, k, total);
+    } else if (highestOf(&s, k, chosenOf) && hasRows(&s, chosen)) {
+      if (how->nvfp4) {
+        addQuantised(&s, chosen, partial, total);
+      } else {
+        sumOfRank(&s, chosen, partial);
+        addSum(total, partial, how->hidden);
+      }
     }
   }
   for (uint32_t h = 0; h < how->hidden; h++) epRefStore(how->type, out, h, total[h]);
