@@ -667,6 +667,36 @@ static void nvfp4Streamed(void **state) {
   }
 }
 
+/* Every rank has tokens, which come back as NVFP4. */
+static void nvfp4Plan(plan *p, uint32_t ranks, ncclEpLayout_t layout) {
+  *p = (plan){.ranks = ranks,
+              .experts = 4 * ranks,
+              .topk = 3,
+              .hidden = 80,
+              .maxTokens = 6,
+              .rounds = 1,
+              .nvfp4 = 1,
+              .layout = layout};
+  for (uint32_t r = 0; r < ranks; r++) p->tokens[0][r] = 6;
+  planMake(p);
+}
+
+/* A group whose first batch is dispatched. False: there is no group. */
+static int dispatchFirst(epTestRank *me, plan *p, uint64_t timeoutNs, ncclEpHandle_t *h, batch *b) {
+  groupMake(me, p, timeoutNs);
+  if (!me->group) return 0;
+  handleMake(me, p, h);
+  batchMake(me, p, 0, b);
+  EXPECT_OK(me, update(p, *h, b));
+  EXPECT_OK(me, dispatch(p, *h, b));
+  return 1;
+}
+static void leaveFirst(epTestRank *me, ncclEpHandle_t h, batch *b) {
+  EXPECT_OK(me, ncclEpHandleDestroy(h));
+  batchFree(me, b);
+  epGroupFree(me);
+}
+
 /* One rank's rows travel otherwise: all are told. */
 static void recipesApartBody(epTestRank *me) {
   plan *p = me->arg, other = *p;
@@ -674,20 +704,13 @@ static void recipesApartBody(epTestRank *me) {
   ncclEpHandle_t h = NULL;
   ncclEpErrorInfo_t info = NCCL_EP_ERROR_INFO_INIT;
   other.nvfp4 = me->rank != 1;
-  groupMake(me, p, 50000000);
-  if (!me->group) return;
-  handleMake(me, p, &h);
-  batchMake(me, p, 0, &b);
-  EXPECT_OK(me, update(p, h, &b));
-  EXPECT_OK(me, dispatch(p, h, &b));
+  if (!dispatchFirst(me, p, 50000000, &h, &b)) return;
   EXPECT_OK(me, combine(&other, h, &b));
   sync(me);
   EXPECT_OK(me, ncclEpGetErrorInfo(me->group, &info));
   EXPECT(me, info.code == 8 && strstr(info.text, "of rows of another width, type, recipe or top-k"), "code %d: %s",
          info.code, info.text);
-  EXPECT_OK(me, ncclEpHandleDestroy(h));
-  batchFree(me, &b);
-  epGroupFree(me);
+  leaveFirst(me, h, &b);
 }
 
 static void recipesApart(void **state) {
@@ -695,11 +718,7 @@ static void recipesApart(void **state) {
   if (getenv("EP_TEST_DOMAINS")) skip();
   for (size_t l = 0; l < LENGTH(layouts); l++) {
     plan p;
-    small(&p, layouts[l], 1);
-    planFree(&p);
-    p.nvfp4 = 1, p.hidden = 80;
-    for (uint32_t r = 0; r < p.ranks; r++) p.tokens[0][r] = 6;
-    planMake(&p);
+    nvfp4Plan(&p, 3, layouts[l]);
     runWorlds(p.ranks, &p, recipesApartBody);
     planFree(&p);
   }
@@ -709,37 +728,22 @@ static void nvfp4FarBody(epTestRank *me) {
   plan *p = me->arg, plain = *p;
   ncclEpHandle_t h = NULL;
   batch b;
-  groupMake(me, p, 0);
-  if (!me->group) return;
-  handleMake(me, p, &h);
-  batchMake(me, p, 0, &b);
-  EXPECT_OK(me, update(p, h, &b));
-  EXPECT_OK(me, dispatch(p, h, &b));
+  if (!dispatchFirst(me, p, 0, &h, &b)) return;
   EXPECT_ERROR(me, combine(p, h, &b), ncclInvalidUsage,
                "quant_recipe is NCCL_EP_COMB_QUANT_NVFP4: not supported yet across scale-up domains");
   plain.nvfp4 = 0;
   EXPECT_OK(me, combine(&plain, h, &b));
   sync(me);
   check(me, p, 0, &b, 1);
-  EXPECT_OK(me, ncclEpHandleDestroy(h));
-  batchFree(me, &b);
-  epGroupFree(me);
+  leaveFirst(me, h, &b);
 }
 
 static void nvfp4AcrossDomains(void **state) {
   (void)state;
   if (getenv("EP_TEST_DOMAINS")) skip(); /* it sets them */
   setenv("EP_TEST_DOMAINS", "2", 1);
-  plan p = {.ranks = 4,
-            .experts = 16,
-            .topk = 4,
-            .hidden = 80,
-            .maxTokens = 6,
-            .rounds = 1,
-            .nvfp4 = 1,
-            .layout = layouts[0]};
-  for (uint32_t r = 0; r < p.ranks; r++) p.tokens[0][r] = 6;
-  planMake(&p);
+  plan p;
+  nvfp4Plan(&p, 4, layouts[0]);
   epTestWorld world = {.ranks = (int)p.ranks, .seed = 8, .arg = &p};
   epWorldRun(&world, nvfp4FarBody);
   planFree(&p);

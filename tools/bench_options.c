@@ -332,10 +332,14 @@ static error_t parseOption(int key, char *text, struct argp_state *state) {
     o->schedules = (unsigned)epOptionNumber(text, 1, 1000000, "schedules", state);
     break;
   case OPT_SMS:
-    o->sms = !strcmp(text, "few") ? NCCL_EP_SMS_FEW : NCCL_EP_SMS_ALL;
-    if (!strcmp(text, "few") || !strcmp(text, "all")) break;
-    if (*text < '0' || *text > '9') argp_error(state, "--sms %s: expected a number from 0 to 1024, few or all", text);
-    o->sms = (unsigned)epOptionNumber(text, 0, 1024, "sms", state);
+    if (!strcmp(text, "few"))
+      o->sms = NCCL_EP_SMS_FEW;
+    else if (!strcmp(text, "all"))
+      o->sms = NCCL_EP_SMS_ALL;
+    else if (*text < '0' || *text > '9')
+      argp_error(state, "--sms %s: expected a number from 0 to 1024, few or all", text);
+    else
+      o->sms = (unsigned)epOptionNumber(text, 0, 1024, "sms", state);
     break;
   case OPT_EMU_SMS:
     o->fabric.emuSms = (unsigned)epOptionNumber(text, 1, 1024, "emu-sms", state);
